@@ -1,0 +1,159 @@
+"""Is the figure where it is expected to be on this machine?
+
+facts/bounds.toml holds, for every figure of every lesson, why it is bounded and the lowest and
+highest value for each backend class. A figure in bytes is bounded more tightly, by `tolerance`
+around a recording of this very machine and these versions (facts/bounds/<machine>.json, written by
+`make record` alone), or without one around the prediction.
+"""
+
+import json
+import os
+import tempfile
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import machine
+
+FACTS = Path(__file__).parent / "facts"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One figure with its bound. source: the backend class, "recorded" or "predicted"."""
+
+    figure: str
+    value: float
+    low: float
+    high: float
+    source: str
+    why: str
+
+    @property
+    def inside(self) -> bool:
+        return self.low <= self.value <= self.high
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The figures of a lesson with their bounds. Shown, it is a table."""
+
+    lesson: str
+    bounds: list[Bound]
+
+    def require(self):
+        """Print "inside" for each figure. AssertionError, naming figures and bounds, if one is not."""
+        outside = [b for b in self.bounds if not b.inside]
+        if outside:
+            raise AssertionError("; ".join(
+                f"{self.lesson}: {b.figure} is {b.value:,.4g}, outside {b.low:,.4g} to {b.high:,.4g} "
+                f"({b.source}: {b.why})" for b in outside
+            ))
+        for bound in self.bounds:
+            print(f"{bound.figure}: inside")
+
+    def rows(self) -> list[dict]:
+        return [
+            {"figure": b.figure, "value": f"{b.value:,.4g}", "low": f"{b.low:,.4g}",
+             "high": f"{b.high:,.4g}", "bound by": b.source} for b in self.bounds
+        ]
+
+    def _repr_html_(self):
+        from .figures import Table
+
+        return Table(self.rows())._repr_html_()
+
+    def __str__(self):
+        from .figures import Table
+
+        return str(Table(self.rows()))
+
+    __repr__ = __str__
+
+
+def compare(lesson: str, figures: dict[str, float], predicted: dict[str, float] | None = None) -> Verdict:
+    """Put each figure of a lesson beside its bound.
+
+    figures: names ending in _bytes are absolute, in bytes; the others are ratios or shares.
+    predicted: the prediction for this machine of each figure in bytes.
+    ValueError where a figure has no bound, a bound no figure, or a recording lacks one.
+    """
+    here = machine.facts()
+    _report(lesson, figures, None)
+    expected = tomllib.loads((FACTS / "bounds.toml").read_text()).get(lesson, {})
+    if set(expected) != set(figures):
+        raise ValueError(f"{lesson} reports {sorted(figures)}; bounds.toml bounds {sorted(expected)}: "
+                         f"each figure needs its bound there")
+    recorded = _recorded(lesson, here, figures)
+    verdict = Verdict(lesson, [
+        _bound(name, value, expected[name], here.backend, recorded, predicted or {})
+        for name, value in figures.items()
+    ])
+    _report(lesson, figures, all(bound.inside for bound in verdict.bounds))
+    return verdict
+
+
+def load(path: Path) -> dict:
+    """A bounds file. ValueError where it is not one."""
+    try:
+        content = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path.name} is not JSON ({error}): write it again with `make record`") from None
+    for key in ("machine", "versions", "date", "lessons"):
+        if key not in content:
+            raise ValueError(f"{path.name} has no {key!r}; it has {sorted(content)}: "
+                             f"write it again with `make record`")
+    return content
+
+
+def recordings() -> list[dict]:
+    """Every committed recording, the CPU's first."""
+    files = sorted((FACTS / "bounds").glob("*.json"), key=lambda path: (path.stem != "cpu", path.stem))
+    return [load(path) for path in files]
+
+
+def _recorded(lesson: str, here, figures) -> dict[str, float]:
+    folder = Path(os.environ.get("COURSE_BOUNDS") or FACTS / "bounds")
+    path = folder / f"{here.slug}.json"
+    if os.environ.get("COURSE_RECORDING") or not path.exists():
+        return {}
+    content = load(path)
+    same = all(content["versions"].get(name) == here.versions[name] for name in ("torch", "transformers"))
+    if not same or lesson not in content["lessons"]:
+        return {}
+    values = content["lessons"][lesson]["figures"]
+    for name in figures:
+        if name not in values:
+            raise ValueError(f"{path.name} has no figure {name!r} for {lesson}; it has {sorted(values)}: "
+                             f"write it again with `make record`")
+    return values
+
+
+def _bound(name, value, expected, backend, recorded, predicted) -> Bound:
+    why = expected["why"]
+    if name.endswith("_bytes"):
+        for source, values in (("recorded", recorded), ("predicted", predicted)):
+            if name in values:
+                slack = expected[f"{source}_tolerance"] * values[name]
+                return Bound(name, value, values[name] - slack, values[name] + slack, source, why)
+        raise ValueError(f"{name} is in bytes and this machine has no recording of it: "
+                         f"pass its prediction in `predicted`")
+    low, high = expected[backend]
+    return Bound(name, value, low, high, backend, why)
+
+
+def _report(lesson: str, figures: dict, inside: bool | None):
+    """For the course runner: the figures, to the file that it named."""
+    path = os.environ.get("COURSE_REPORT")
+    if path:
+        write(Path(path), {"lesson": lesson, "figures": figures, "inside": inside})
+
+
+def write(path: Path, content: dict):
+    """Write JSON whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)

@@ -1,0 +1,269 @@
+"""Real text, its tokenizer and a loader: `load`, `tokenizer`, `encode`, `loader`.
+
+The default needs no network: the docstrings of the Python standard library, numpy, torch and
+transformers, read with `ast` and never imported. The task is to tell which library a text is from.
+"""
+
+import ast
+import csv
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+LIBRARIES = ("python", "numpy", "torch", "transformers")
+TINY = Path(__file__).parent / "tiny"
+
+_TEXTS_PER_LIBRARY = 3000
+_BYTES_PER_LIBRARY = 7 * 2**20  # of source read, which bounds the first run to about ten seconds
+_FEWEST_WORDS = 8
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "testing", "idlelib", "__pycache__"}
+_EDITION = 1  # raise it when the selection below changes: the cache is keyed by it
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Two splits of rows {"text": str, "label": int}, and the names of the labels.
+
+    A split is a `datasets.Dataset`; where `datasets` is not installed, a list of such rows.
+    """
+
+    train: Sequence
+    test: Sequence
+    labels: list[str]
+    source: str
+
+    @property
+    def majority(self) -> float:
+        """Accuracy on the test split of always answering the commonest label."""
+        answers = [row["label"] for row in self.test]
+        return max(answers.count(label) for label in set(answers)) / len(answers)
+
+
+def load(source: str = "docstrings", text: str = "text", label: str = "label") -> Corpus:
+    """Text to train on.
+
+    source: "docstrings"; the path of a CSV file with a header; or "hub:owner/name", a data set of
+    the Hugging Face hub. Naming the hub is asking for the network; when neither the hub nor its
+    cache has the data set, one line says so and the docstrings are used.
+    text, label: the names of the two columns.
+    Raises ValueError or FileNotFoundError, naming what was given and what is accepted.
+    """
+    if source == "docstrings":
+        return _docstrings()
+    if source.startswith("hub:"):
+        return _hub(source.removeprefix("hub:"), text, label)
+    if source.endswith(".csv"):
+        return _csv(Path(source), text, label)
+    raise ValueError(
+        f'source was {source!r}; accepted: "docstrings", "hub:owner/name", or the path of a .csv file'
+    )
+
+
+def tokenizer():
+    """The course's own lower-case WordPiece tokenizer (8,192 tokens, at most 512 a text)."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(TINY, local_files_only=True)
+
+
+def encode(rows, tokenizer, length: int | None = None) -> list[dict]:
+    """Tokenize rows once, unpadded: dicts of input_ids, attention_mask (and token_type_ids), labels.
+
+    length: cut texts to this many tokens. Without it nothing is cut, and a text longer than the
+    tokenizer's model accepts raises ValueError.
+    """
+    limit = tokenizer.model_max_length
+    if length is not None and not 2 < length <= limit:
+        raise ValueError(f"length was {length}; accepted: 3 to {limit}, the positions this model has")
+    texts = [row["text"] for row in rows]
+    for number, text in enumerate(texts):
+        if not text or not text.strip():
+            raise ValueError(f"row {number} has an empty text: remove it or fill it in")
+    encoded = tokenizer(texts, truncation=length is not None, max_length=length, verbose=False)
+    for number, ids in enumerate(encoded["input_ids"]):
+        if len(ids) > limit:
+            raise ValueError(
+                f"row {number} has {len(ids)} tokens; the model accepts {limit}. "
+                f"Pass length={limit} (or less) to cut longer texts"
+            )
+    names = list(encoded)
+    columns = zip(*(encoded[name] for name in names))
+    return [
+        dict(zip(names, values), labels=row["label"]) for values, row in zip(columns, rows)
+    ]
+
+
+def loader(rows, tokenizer, batch_size: int, length: int | None = None, padding="longest",
+           shuffle: bool = False, seed: int = 0):
+    """A DataLoader of padded batches (tensors of shape batch × length) of `rows`.
+
+    padding: "longest" (of each batch) or "max_length" (every batch to `length`).
+    """
+    import torch
+    from transformers import DataCollatorWithPadding
+
+    if batch_size < 1:
+        raise ValueError(f"batch_size was {batch_size}; accepted: 1 or more")
+    if padding not in ("longest", "max_length"):
+        raise ValueError(f'padding was {padding!r}; accepted: "longest" or "max_length"')
+    return torch.utils.data.DataLoader(
+        encode(rows, tokenizer, length),
+        batch_size=batch_size,
+        shuffle=shuffle,
+        generator=torch.Generator().manual_seed(seed),
+        collate_fn=DataCollatorWithPadding(tokenizer, padding=padding, max_length=length),
+    )
+
+
+# The three sources
+
+
+def _docstrings() -> Corpus:
+    installed = importlib.util.find_spec("datasets") is not None
+    if not installed:
+        print("datasets is not installed: the docstrings are read afresh, as a plain list")
+        return Corpus(*_harvest(), list(LIBRARIES), "docstrings")
+    import datasets
+
+    versions = [platform.python_version(), *map(importlib.metadata.version, LIBRARIES[1:])]
+    key = hashlib.sha256(" ".join([str(_EDITION), *versions]).encode()).hexdigest()[:12]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tutorial_utils"
+    folder = cache / f"docstrings-{key}"
+    if not folder.exists():
+        print("Reading the docstrings of the installed libraries: once, about ten seconds")
+        splits = [_dataset(rows, list(LIBRARIES)) for rows in _harvest()]
+        cache.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(dir=cache))
+        datasets.disable_progress_bars()
+        for name, split in zip(("train", "test"), splits):
+            split.save_to_disk(unfinished / name)
+        datasets.enable_progress_bars()
+        try:
+            unfinished.replace(folder)
+        except OSError:  # another process was first
+            shutil.rmtree(unfinished)
+    train, test = (datasets.load_from_disk(str(folder / name)) for name in ("train", "test"))
+    return Corpus(train, test, list(LIBRARIES), "docstrings")
+
+
+def _harvest() -> tuple[list[dict], list[dict]]:
+    """(train, test): rows of the corpus, the same for the same versions.
+
+    A module's texts all go to one split, and no text stands twice.
+    """
+    seen, splits = set(), ([], [])
+    for label, library in enumerate(LIBRARIES):
+        root = _root(library)
+        files = [p for p in root.rglob("*.py") if not _LEFT_OUT & set(p.relative_to(root).parts)]
+        # In the order of a hash: any part of the list is then a fair sample of the library.
+        ordered = sorted((_hash(p.relative_to(root).as_posix()), p) for p in files)
+        texts, size = 0, 0
+        for digest, path in ordered:
+            if texts >= _TEXTS_PER_LIBRARY or size >= _BYTES_PER_LIBRARY:
+                break
+            source = path.read_bytes()
+            size += len(source)
+            for text in _texts_of(source):
+                if text not in seen:
+                    seen.add(text)
+                    texts += 1
+                    splits[int(digest, 16) % 5 == 0].append({"text": text, "label": label})
+    for rows in splits:
+        rows.sort(key=lambda row: _hash(row["text"]))
+    return splits
+
+
+def _root(library: str) -> Path:
+    if library == "python":
+        return Path(sysconfig.get_path("stdlib"))
+    return Path(importlib.util.find_spec(library).submodule_search_locations[0])
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _texts_of(source: bytes):
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(tree):
+        text = ast.get_docstring(node) if isinstance(node, documented) else None
+        if text and len(text.split()) >= _FEWEST_WORDS:
+            yield text
+
+
+def _csv(path: Path, text: str, label: str) -> Corpus:
+    if not path.exists():
+        raise FileNotFoundError(f"no file at {str(path)!r}: give the path of a CSV file with a header")
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        columns = reader.fieldnames or []
+        for name in (text, label):
+            if name not in columns:
+                raise ValueError(f"{path.name} has no column {name!r}; it has {columns}. "
+                                 f"Name the two to use: load(path, text=…, label=…)")
+        rows = [(row[text], row[label]) for row in reader]
+    return _from_pairs(rows, path.name)
+
+
+def _hub(name: str, text: str, label: str) -> Corpus:
+    from datasets import ClassLabel, DownloadConfig, load_dataset
+
+    from .machine import hub_reachable
+
+    offline = not hub_reachable()
+    try:
+        splits = load_dataset(name, download_config=DownloadConfig(local_files_only=offline))
+    except Exception:
+        if not offline:
+            raise
+        print(f"{name}: the hub cannot be reached and its cache has no copy; using the docstrings")
+        return _docstrings()
+    if "test" not in splits:
+        splits = splits["train"].train_test_split(0.2, seed=0)
+    train = splits["train"]
+    for column in (text, label):
+        if column not in train.column_names:
+            raise ValueError(f"{name} has no column {column!r}; it has {train.column_names}. "
+                             f"Name the two to use: load(source, text=…, label=…)")
+    if not isinstance(train.features[label], ClassLabel):
+        splits = splits.class_encode_column(label)
+    splits = splits.rename_columns({k: v for k, v in ((text, "text"), (label, "label")) if k != v})
+    splits = splits.select_columns(["text", "label"])
+    return Corpus(splits["train"], splits["test"], splits["train"].features["label"].names, name)
+
+
+def _from_pairs(pairs: list[tuple[str, str]], source: str) -> Corpus:
+    for number, (text, _) in enumerate(pairs):
+        if not text or not text.strip():
+            raise ValueError(f"{source}: row {number} has an empty text: remove it or fill it in")
+    if len({text for text, _ in pairs}) < 2:
+        raise ValueError(f"{source} has {len(pairs)} rows; accepted: two different texts or more")
+    labels = sorted({answer for _, answer in pairs})
+    # By the hash of the text: the same text never stands in both splits.
+    texts = sorted({text for text, _ in pairs}, key=_hash)
+    held_out = set(texts[: max(1, len(texts) // 5)])
+    splits = ([], [])
+    for text, answer in pairs:
+        splits[text in held_out].append({"text": text, "label": labels.index(answer)})
+    if importlib.util.find_spec("datasets"):
+        splits = [_dataset(rows, labels) for rows in splits]
+    return Corpus(*splits, labels, source)
+
+
+def _dataset(rows: list[dict], labels: list[str]):
+    from datasets import ClassLabel, Dataset, Features, Value
+
+    features = Features({"text": Value("string"), "label": ClassLabel(names=labels)})
+    return Dataset.from_list(rows, features=features)

@@ -1,0 +1,213 @@
+"""What am I running on, what can it do, what will break, and which sizes fit?"""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+GiB = 2**30
+OLDEST = {"python": "3.11", "torch": "2.11", "transformers": "5.17"}
+NEEDED = ("datasets", "accelerate", "matplotlib")  # beside torch and transformers, by every lesson
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts that lessons and bounds depend on. memory: bytes of the GPU, or of main memory."""
+
+    name: str
+    device: str  # "cuda" or "cpu"
+    memory: int
+    cores: int
+    capability: tuple[int, int] | None
+    bf16: bool
+    kernels: bool  # whether this build of torch has kernels for this GPU
+    versions: dict[str, str]
+
+    @property
+    def backend(self) -> str:
+        """The class that a bound belongs to: "cpu", "cuda" or "cuda-bf16"."""
+        return "cpu" if self.device == "cpu" else "cuda-bf16" if self.bf16 else "cuda"
+
+    @property
+    def slug(self) -> str:
+        """The name of its file in facts/bounds: "cpu", or the GPU's name in lower case."""
+        return "cpu" if self.device == "cpu" else re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The size at which a lesson's own measurements run here."""
+
+    model: str
+    weights: str
+    batch: int
+    length: int
+
+
+def facts() -> Machine:
+    """This machine."""
+    import torch
+
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    versions["transformers"] = importlib.metadata.version("transformers")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not torch.cuda.is_available():
+        return Machine("CPU", "cpu", _main_memory(), cores, None, True, True, versions)
+    properties = torch.cuda.get_device_properties(0)
+    capability = (properties.major, properties.minor)
+    return Machine(
+        properties.name,
+        "cuda",
+        properties.total_memory,
+        cores,
+        capability,
+        torch.cuda.is_bf16_supported(including_emulation=False),
+        _has_kernels(capability, torch.cuda.get_arch_list()),
+        versions,
+    )
+
+
+def start(network: bool = False) -> Machine:
+    """Open a lesson: check the versions, install what is missing if `network`, show the machine.
+
+    torch is never replaced. RuntimeError where Python, torch or transformers is too old.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of an old GPU that torch has no kernels for: said below
+        here = facts()
+    _check_versions(here.versions)
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing and network:
+        _install(missing)
+    elif missing:
+        print(f"Not installed: {', '.join(missing)}. Cells that use them will not run; "
+              f"with a network, set NETWORK = True above")
+    _quiet()
+    print(f"{here.name}, {here.memory / GiB:.0f} GiB, {here.cores} cores; "
+          + ", ".join(f"{name} {version}" for name, version in here.versions.items()))
+    for line in limits(here):
+        print(line)
+    return here
+
+
+def limits(here: Machine) -> list[str]:
+    """What this machine cannot do, a line each."""
+    lines = []
+    if here.device == "cpu":
+        lines.append("No GPU: lessons run at a small size, and predict the real sizes.")
+    if here.device == "cuda" and not here.kernels:
+        major, minor = here.capability
+        lines.append(f"This build of torch has no kernels for this GPU (sm_{major}{minor}): "
+                     f"choose another accelerator, or a build of torch made for it.")
+    if here.device == "cuda" and not here.bf16:
+        lines.append("No bf16 in hardware: use fp16 with a GradScaler.")
+    return lines
+
+
+def preset(here: Machine) -> Preset:
+    """The largest of the course's sizes that leaves a third of this machine's memory free."""
+    if here.device == "cpu" or not here.kernels:
+        return Preset("tiny", "pretrained", 32, 128)
+    if here.memory > 14 * GiB:
+        return Preset("bert-large-uncased", "random", 32, 128)
+    return Preset("bert-base-uncased", "random", 16, 128)
+
+
+def card(name: str) -> int:
+    """Bytes of memory of a GPU of facts/gpus.toml. ValueError for one that is not there."""
+    gpus = tomllib.loads((Path(__file__).parent / "facts" / "gpus.toml").read_text())
+    if name not in gpus:
+        raise ValueError(f"card was {name!r}; accepted: {', '.join(gpus)}")
+    return gpus[name]["memory_mib"] * 2**20
+
+
+@contextmanager
+def reserved_limit(size: int, context: int):
+    """On CUDA, let the allocator reserve at most `size` bytes less those of the CUDA context."""
+    import torch
+
+    total = torch.cuda.get_device_properties(0).total_memory
+    if not 0 < size - context <= total:
+        raise ValueError(f"size was {size:,} with a context of {context:,} bytes; "
+                         f"accepted: more than the context, up to this card's {total:,}")
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((size - context) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def hub_reachable() -> bool:
+    """Whether the Hugging Face hub answers within five seconds. Called only when it was asked for."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().model_info("google-bert/bert-base-uncased", timeout=5)
+    except HfHubHTTPError:
+        return True  # it answered, if not to our liking
+    except Exception:
+        return False
+    return True
+
+
+def _check_versions(versions: dict[str, str]):
+    def number(version):
+        return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+    for name, oldest in OLDEST.items():
+        if number(versions[name]) < number(oldest):
+            advice = {
+                "python": "use a newer image or environment",
+                "torch": "choose a newer image of the platform: this course does not replace its torch",
+                "transformers": 'run  pip install "transformers>=5.17"  and restart the kernel',
+            }[name]
+            raise RuntimeError(f"{name} is {versions[name]}; the lessons need {oldest} or newer: {advice}")
+
+
+def _install(packages: list[str]):
+    import torch
+
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        constraints.write(f"torch=={torch.__version__}\n")
+        constraints.flush()
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", constraints.name]
+        subprocess.run([*pip, *packages], check=True)
+    importlib.invalidate_caches()
+
+
+def _quiet():
+    """No progress bars in committed outputs, and no telemetry."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def _has_kernels(capability: tuple[int, int], architectures: list[str]) -> bool:
+    # Machine code runs on later minor versions of its major one; PTX on anything later.
+    for architecture in architectures:
+        kind, digits = re.match(r"(sm|compute)_(\d+)", architecture).groups()
+        built = (int(digits[:-1]), int(digits[-1]))
+        if built <= capability and (kind == "compute" or built[0] == capability[0]):
+            return True
+    return False
+
+
+def _main_memory() -> int:
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    import psutil
+
+    return psutil.virtual_memory().total

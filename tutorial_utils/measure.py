@@ -1,0 +1,255 @@
+"""What did this step cost? `memory` (peak, by role, over time) and `timing` (interleaved medians).
+
+Tensor memory is the sum of the bytes of all live tensor storages: a storage counts once, however
+many tensors view it. Its peak over a step is the figure that every lesson reports.
+"""
+
+import gc
+import statistics
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+MiB, GiB = 2**20, 2**30
+ROLES = ("weights", "gradients", "optimizer state", "activations", "inputs", "temporary")
+PHASES = ("forward", "backward", "optimizer")
+
+
+@dataclass
+class Memory:
+    """The cost of one training step, in bytes.
+
+    peak: the highest tensor memory. parts: bytes by role at that moment; they sum to the peak.
+    timeline: bytes by role (in the order of ROLES) after each operation; phases: what each was
+    part of. On CUDA, peak is the allocator's requested_bytes; allocated adds its rounding and the
+    cuBLAS workspace, reserved what it holds; both are None elsewhere.
+    """
+
+    peak: int
+    parts: dict[str, int]
+    timeline: list[tuple[int, ...]] = field(repr=False)
+    phases: list[str] = field(repr=False)
+    allocated: int | None = None
+    reserved: int | None = None
+
+
+def memory(step: Callable[[], object], model, optimizer=None, inputs=(), card: int | None = None) -> Memory:
+    """Run `step` twice, the first time so that the optimizer's state exists, and measure the second.
+
+    inputs: the batch, or any nesting of tensors. card: a limit on tensor memory in bytes; the
+    operation that would pass it raises torch.OutOfMemoryError, as on a card of that size.
+    """
+    device = next(model.parameters()).device
+    if card is None:
+        step()
+    gc.collect()
+    if device.type != "cuda":
+        with Tracker(model, optimizer, inputs, card) as tracker:
+            if card is not None:
+                step()
+            step()
+        return tracker.report()
+    with Tracker(model, optimizer, inputs, card) as tracker:
+        if card is not None:
+            step()
+        known = tracker.bytes
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_stats(device)
+        step()
+        torch.cuda.synchronize(device)
+        after = torch.cuda.memory_stats(device)
+    report = tracker.report()
+
+    def peak_of(counter):  # less what else lives in this process, such as another model
+        return after[f"{counter}.all.peak"] - before[f"{counter}.all.current"] + known
+
+    # What the allocator saw and the tracker did not are buffers inside kernels.
+    report.parts["temporary"] += peak_of("requested_bytes") - report.peak
+    report.peak = peak_of("requested_bytes")
+    report.allocated = peak_of("allocated_bytes")
+    report.reserved = after["reserved_bytes.all.peak"]
+    return report
+
+
+class Tracker(TorchDispatchMode):
+    """Follows every tensor storage of a step from birth to death. Also works under FakeTensorMode.
+
+    A storage has one role for its whole life, the first of ROLES that it ever took: the buffer
+    that becomes a gradient counts as a gradient from its birth.
+    """
+
+    def __init__(self, model, optimizer=None, inputs=(), card: int | None = None):
+        super().__init__()
+        self.model, self.optimizer, self.card = model, optimizer, card
+        self.device = next(model.parameters()).device
+        self.bytes = 0
+        self._blocks = {}  # address of a live storage → _Block
+        self._events = []  # (operation, bytes born or less than 0 for died, block)
+        self._phases = []
+        self._stepping = False
+        self._recording = True
+        for parameter in model.parameters():
+            self._mark(parameter, "weights")
+            self._mark(parameter.grad, "gradients")
+        for buffer in model.buffers():
+            self._mark(buffer, "weights")
+        for tensor in tree_leaves(inputs if isinstance(inputs, (list, tuple)) else dict(inputs)):
+            self._mark(tensor, "inputs")
+        self._mark_state()
+
+    def __enter__(self):
+        self._handles = [
+            p.register_post_accumulate_grad_hook(lambda p: self._mark(p.grad, "gradients"))
+            for p in self.model.parameters()
+            if p.requires_grad
+        ]
+        if self.optimizer is not None:
+            self._handles.append(self.optimizer.register_step_pre_hook(self._step_starts))
+            self._handles.append(self.optimizer.register_step_post_hook(self._step_ended))
+        self._saved = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._saved.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._saved.__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+        self._recording = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        in_backward = torch._C._current_graph_task_id() != -1
+        self._phases.append(
+            "optimizer" if self._stepping else "backward" if in_backward else "forward"
+        )
+        # Gradients are off in backward, unless checkpointing computes the forward pass again.
+        role = "activations" if in_backward and torch.is_grad_enabled() else "temporary"
+        for tensor in tree_leaves(result):
+            self._mark(tensor, role, func)
+        return result
+
+    def report(self) -> Memory:
+        """The peak since the tracker was made, its parts, and the timeline."""
+        counters = dict.fromkeys(ROLES, 0)
+        timeline, operations = [], len(self._phases)
+        events = iter(self._events)
+        event = next(events, None)
+        for operation in range(operations + 1):
+            while event is not None and event[0] <= operation:
+                counters[event[2].role] += event[1]
+                event = next(events, None)
+            timeline.append(tuple(counters.values()))
+        # A dead buffer may make room for a new one within one operation; the birth comes after
+        # it, so the highest total is one of those seen at the end of an operation.
+        highest = max(timeline, key=sum)
+        return Memory(sum(highest), dict(zip(ROLES, highest)), timeline, ["start", *self._phases])
+
+    def _mark(self, tensor, role: str, func=None):
+        """Give the storage of `tensor` this role, unless it has one that comes earlier in ROLES."""
+        if not isinstance(tensor, torch.Tensor) or tensor.device.type != self.device.type:
+            return
+        storage = tensor.untyped_storage()
+        block = self._blocks.get(storage._cdata)
+        if block is None:
+            size = storage.nbytes()
+            if self.card is not None and self.bytes + size > self.card:
+                raise torch.OutOfMemoryError(self._out_of_memory(size, func))
+            block = _Block(size, role)
+            key, self_reference = storage._cdata, weakref.ref(self)
+            block.reference = weakref.ref(storage, lambda _: Tracker._died(self_reference, key))
+            self._blocks[key] = block
+            self.bytes += size
+            self._events.append((len(self._phases), size, block))
+        elif ROLES.index(role) < ROLES.index(block.role):
+            block.role = role
+
+    @staticmethod
+    def _died(self_reference, key):
+        self = self_reference()
+        if self is not None and self._recording:
+            block = self._blocks.pop(key)
+            self.bytes -= block.size
+            self._events.append((len(self._phases), -block.size, block))
+
+    def _pack(self, tensor):
+        if tensor.untyped_storage()._cdata in self._blocks:
+            self._mark(tensor, "activations")
+        return tensor
+
+    def _mark_state(self):
+        if self.optimizer is not None:
+            for tensor in tree_leaves(list(self.optimizer.state.values())):
+                self._mark(tensor, "optimizer state")
+
+    def _step_starts(self, *_):
+        self._stepping = True
+
+    def _step_ended(self, *_):
+        self._stepping = False
+        self._mark_state()
+
+    def _out_of_memory(self, size: int, func) -> str:
+        parts = dict.fromkeys(ROLES, 0)
+        for block in self._blocks.values():
+            parts[block.role] += block.size
+        held = ", ".join(f"{role} {size / MiB:,.0f}" for role, size in parts.items() if size)
+        phase = self._phases[-1] if self._phases else "set-up"
+        return (
+            f"virtual card of {self.card / MiB:,.0f} MiB: {func or 'set-up'} in the {phase} asked for "
+            f"{size / MiB:,.1f} MiB more while {self.bytes / MiB:,.0f} MiB were held ({held}, in MiB)"
+        )
+
+
+@dataclass
+class _Block:
+    size: int
+    role: str
+    reference: object = None
+
+
+@dataclass
+class Timing:
+    """Seconds of each round, by name. Rounds were interleaved, so that ratios share the noise."""
+
+    rounds: dict[str, list[float]]
+
+    def median(self, name: str) -> float:
+        """Median seconds of one step."""
+        return statistics.median(self.rounds[name])
+
+    def spread(self, name: str) -> tuple[float, float]:
+        """The fastest and the slowest round, in seconds."""
+        return min(self.rounds[name]), max(self.rounds[name])
+
+    def ratio(self, name: str, to: str) -> float:
+        """Median over the rounds of the seconds of `name` divided by those of `to`."""
+        pairs = zip(self.rounds[name], self.rounds[to])
+        return statistics.median(mine / theirs for mine, theirs in pairs)
+
+
+def timing(steps: dict[str, Callable[[], object]], rounds: int = 5, warmup: int = 1) -> Timing:
+    """Time each step once a round, after `warmup` rounds that do not count. Without tracking."""
+    if rounds < 1 or warmup < 0:
+        raise ValueError(f"rounds was {rounds}, warmup {warmup}; accepted: 1 or more, 0 or more")
+    taken = {name: [] for name in steps}
+    for number in range(warmup + rounds):
+        for name, step in steps.items():
+            _synchronize()
+            started = time.perf_counter()
+            step()
+            _synchronize()
+            if number >= warmup:
+                taken[name].append(time.perf_counter() - started)
+    return Timing(taken)
+
+
+def _synchronize():
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,111 @@
+"""Sequence classifiers by name: `build`, `config`, `names`. The sizes are in facts/models.toml."""
+
+import tomllib
+from functools import cache
+from pathlib import Path
+
+from .data import TINY
+
+# After this many fine-tuning steps the tiny pretrained model must lead one from random weights on
+# the corpus task by at least this many points of test accuracy.
+GAIN_STEPS = 60
+GAIN_POINTS = 10
+
+
+@cache
+def _facts() -> dict:
+    return tomllib.loads((Path(__file__).parent / "facts" / "models.toml").read_text())
+
+
+def names() -> list[str]:
+    """The architectures that `build` knows."""
+    return list(_facts())
+
+
+def config(name: str, num_labels: int = 2, **changes):
+    """The transformers configuration of a named architecture, with `changes` to any of its fields.
+
+    ValueError for a name that is not in `names()`.
+    """
+    from transformers import AutoConfig
+
+    if name not in _facts():
+        raise ValueError(f"model was {name!r}; accepted: {', '.join(names())}")
+    fields = {key: value for key, value in _facts()[name].items() if key != "hub"}
+    return AutoConfig.for_model(**{**fields, **changes}, num_labels=num_labels)
+
+
+def build(name: str, num_labels: int = 2, weights: str = "random", attention: str | None = None, **changes):
+    """A sequence classifier of a named architecture, on the CPU, in training mode, in fp32.
+
+    weights: "random" (no download), or "pretrained": the course's own for "tiny"; for the others
+    the hub's or its cache's, and when neither can be had, one line says so and they are random.
+    attention: "eager" or "sdpa"; by default what transformers chooses for the architecture.
+    changes: configuration fields, for example num_hidden_layers=2 (with random weights only).
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    if weights not in ("random", "pretrained"):
+        raise ValueError(f'weights was {weights!r}; accepted: "random" or "pretrained"')
+    if weights == "pretrained" and changes:
+        raise ValueError(f"pretrained weights have a fixed shape; {sorted(changes)} need random weights")
+    settings = config(name, num_labels, **changes)
+    check_attention(settings, attention)
+    if weights == "pretrained":
+        model = _pretrained(name, settings, attention)
+        if model is not None:
+            return model.train()
+    return AutoModelForSequenceClassification.from_config(settings, attn_implementation=attention).train()
+
+
+def untrained(settings, attention: str | None = None):
+    """The classifier of a configuration without initial values: for fake tensors, where none exist."""
+    from transformers import AutoModelForSequenceClassification
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        return AutoModelForSequenceClassification.from_config(settings, attn_implementation=attention)
+
+
+def check_attention(settings, attention: str | None):
+    """ValueError where transformers has no such attention for this architecture."""
+    from transformers import AutoModelForSequenceClassification
+
+    if attention not in (None, "eager", "sdpa"):
+        raise ValueError(f'attention was {attention!r}; accepted: "eager" or "sdpa"')
+    model_class = AutoModelForSequenceClassification._model_mapping[type(settings)]
+    if attention == "sdpa" and not model_class._supports_sdpa:
+        raise ValueError(f'transformers has no SDPA attention for {settings.model_type}; accepted: "eager"')
+
+
+def positions(settings) -> int | None:
+    """The longest text in tokens, or None where positions are relative and set no limit."""
+    if getattr(settings, "position_biased_input", True):
+        return settings.max_position_embeddings
+    return None
+
+
+def _pretrained(name: str, settings, attention):
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
+
+    from .machine import hub_reachable
+
+    local = name == "tiny"
+    offline = local or not hub_reachable()
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # a new head is what we ask for, not a thing to warn of
+    try:
+        return AutoModelForSequenceClassification.from_pretrained(
+            TINY if local else _facts()[name]["hub"],
+            num_labels=settings.num_labels,
+            attn_implementation=attention,
+            local_files_only=offline,
+            use_safetensors=True,
+        )
+    except OSError:
+        if local or not offline:
+            raise
+        print(f"{name}: the hub cannot be reached and its cache has no copy; using random weights")
+    finally:
+        logging.set_verbosity(verbosity)
