@@ -112,6 +112,15 @@ def recordings() -> list[dict]:
     return [load(path) for path in files]
 
 
+def recorded_on_gpus(lesson: str) -> dict[str, dict[str, float]]:
+    """The figures of a lesson by GPU name, from every committed recording on one."""
+    return {
+        content["machine"]["name"]: content["lessons"][lesson]["figures"]
+        for content in recordings()
+        if content["machine"]["device"] == "cuda" and lesson in content["lessons"]
+    }
+
+
 def _recorded(lesson: str, here, figures) -> dict[str, float]:
     folder = Path(os.environ.get("COURSE_BOUNDS") or FACTS / "bounds")
     path = folder / f"{here.slug}.json"
@@ -157,3 +166,43 @@ def write(path: Path, content: dict):
         file.write("\n")
     os.chmod(file.name, 0o644)
     os.replace(file.name, path)
+
+
+def claims(lesson: str, measured: dict[str, float], predicted: dict[str, float]) -> list[dict]:
+    """A row for each claim of facts/claims.toml about a lesson: claimed, measured, recorded, verdict.
+
+    measured, predicted: by the figure's name; predicted is for the claim's own model and sizes.
+    The verdict is on the strongest evidence: a recording on a GPU, else the prediction, else what
+    was measured here. It holds within a fifth of the claim. ValueError where there is no evidence.
+    """
+    rows = []
+    for claim in tomllib.loads((FACTS / "claims.toml").read_text()).values():
+        if claim["lesson"] != lesson:
+            continue
+        name, claimed = claim["figure"], claim["claimed"]
+        recorded = {
+            gpu: figures[name] for gpu, figures in recorded_on_gpus(lesson).items() if name in figures
+        }
+        evidence = [*recorded.values(), *(v[name] for v in (predicted, measured) if name in v)]
+        if not evidence:
+            raise ValueError(f"claim on {name!r}: neither measured, predicted nor recorded")
+        if claim.get("above"):
+            verdict = "holds" if evidence[0] > claimed else "does not hold"
+        elif abs(evidence[0] - claimed) <= 0.2 * claimed:
+            verdict = "holds"
+        else:
+            verdict = "lower here" if evidence[0] < claimed else "higher here"
+        rows.append({
+            "source": claim["source"],
+            "claim": claim["claim"],
+            "claimed": f"{claimed:.3g}",
+            "measured here": _shown(measured.get(name)),
+            "predicted": _shown(predicted.get(name)),
+            "recorded": ", ".join(f"{gpu} {value:.3g}" for gpu, value in recorded.items()) or "not yet",
+            "verdict": verdict,
+        })
+    return rows
+
+
+def _shown(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"

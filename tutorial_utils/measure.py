@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 MiB, GiB = 2**20, 2**30
-ROLES = ("weights", "gradients", "optimizer state", "activations", "inputs", "temporary")
+ROLES = ("weights", "gradients", "optimizer state", "inputs", "activations", "temporary")
 PHASES = ("forward", "backward", "optimizer")
 
 

@@ -1,0 +1,39 @@
+# Two commands: make course, make test. On a laptop without a GPU, CPU=1 takes PyTorch's CPU build.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP_OPTIONS := $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
+PYTEST := $(BIN)/python -m pytest -q
+NBVAL := -p nbval -o addopts= --nbval-lax --nbval-current-env --nbval-cell-timeout=300
+
+course: .venv/installed
+	$(BIN)/python scripts/course.py run
+
+lesson: .venv/installed
+	$(BIN)/python scripts/course.py lesson $(L)
+
+record:
+	$(if $(wildcard .venv/installed),$(BIN)/python,$(PYTHON)) scripts/course.py record
+
+lab: .venv/installed
+	PYTHONPATH=$(CURDIR) $(BIN)/jupyter lab --notebook-dir=notebooks
+
+# Fast tests first, then every notebook from a foreign folder.
+test: .venv/installed
+	$(BIN)/ruff check .
+	$(PYTEST)
+	rm -rf reports/nbval && mkdir -p reports/nbval && cp notebooks/*.ipynb reports/nbval
+	PYTHONPATH=$(CURDIR) $(PYTEST) $(NBVAL) reports/nbval
+
+# Besides: every lesson in a fork's folder without a network, and twice in a row.
+test-all: test
+	COURSE_TEST_ALL=1 $(PYTEST) tests/test_forks.py
+
+kit: .venv/installed
+	$(BIN)/python scripts/kit.py
+
+.venv/installed: requirements.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -r requirements.txt
+	touch $@
+
+.PHONY: course lesson record lab test test-all kit
