@@ -63,6 +63,7 @@ def _in_kernel(path, folder, environment, keep) -> str:
     import nbformat
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
+    from traitlets.config import Config
 
     notebook = nbformat.read(path, as_version=4)
     count, started = len(notebook.cells), time.perf_counter()
@@ -73,7 +74,8 @@ def _in_kernel(path, folder, environment, keep) -> str:
             print(f"\r{path.stem}  cell {cell_index + 1}/{count}  {seconds:.0f} s ", end="", file=sys.stderr)
 
     client = NotebookClient(notebook, timeout=CELL_TIMEOUT, kernel_name="python3",
-                            resources={"metadata": {"path": str(folder)}}, on_cell_execute=progress)
+                            resources={"metadata": {"path": str(folder)}}, on_cell_execute=progress,
+                            config=Config(KernelManager={"transport": "ipc"}))  # no port, no warning of one
     error = ""
     try:
         client.execute(env=environment)
@@ -114,7 +116,8 @@ def run_cells(path: Path):
             print(f"cell {number} left out: {error}".splitlines()[0])
 
 
-def machine_facts() -> dict:
+def machine_facts() -> tuple[dict, str]:
+    """(what reports and recordings say of this machine, its slug)."""
     from tutorial_utils import machine
 
     here = machine.facts()

@@ -76,11 +76,6 @@ def test_dropout_and_attention_are_put_back():
     assert before == (torch.nn.functional.dropout, torch.nn.functional.scaled_dot_product_attention)
 
 
-def test_accumulation_beyond_two_repeats_the_second():
-    two, five = (predict.step_memory("bert-base-uncased", 4, 128, accumulate=n).peak for n in (2, 5))
-    assert two == five
-
-
 def test_bert_large_is_traced_in_four_seconds():
     predict.step_memory("bert-base-uncased", 1, 16)  # imports
     started = time.perf_counter()

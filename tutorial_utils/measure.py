@@ -39,24 +39,21 @@ class Memory:
 
 
 def memory(step: Callable[[], object], model, optimizer=None, inputs=(), card: int | None = None) -> Memory:
-    """Run `step` twice, the first time so that the optimizer's state exists, and measure the second.
+    """Measure one run of `step`, after one that does not count where the optimizer has no state yet.
 
     inputs: the batch, or any nesting of tensors. card: a limit on tensor memory in bytes; the
     operation that would pass it raises torch.OutOfMemoryError, as on a card of that size.
     """
     device = next(model.parameters()).device
-    if card is None:
-        step()
+    if optimizer is not None and not optimizer.state:
+        with Tracker(model, optimizer, inputs, card):
+            step()
     gc.collect()
     if device.type != "cuda":
         with Tracker(model, optimizer, inputs, card) as tracker:
-            if card is not None:
-                step()
             step()
         return tracker.report()
     with Tracker(model, optimizer, inputs, card) as tracker:
-        if card is not None:
-            step()
         known = tracker.bytes
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -124,6 +121,8 @@ class Tracker(TorchDispatchMode):
         self._recording = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default:  # a fake tensor's .device, not an operation
+            return args[0].fake_device
         result = func(*args, **(kwargs or {}))
         in_backward = torch._C._current_graph_task_id() != -1
         self._phases.append(
@@ -153,15 +152,17 @@ class Tracker(TorchDispatchMode):
 
     def _mark(self, tensor, role: str, func=None):
         """Give the storage of `tensor` this role, unless it has one that comes earlier in ROLES."""
-        if not isinstance(tensor, torch.Tensor) or tensor.device.type != self.device.type:
+        if not isinstance(tensor, torch.Tensor):
             return
         storage = tensor.untyped_storage()
         block = self._blocks.get(storage._cdata)
         if block is None:
+            if tensor.device.type != self.device.type:
+                return
             size = storage.nbytes()
             if self.card is not None and self.bytes + size > self.card:
                 raise torch.OutOfMemoryError(self._out_of_memory(size, func))
-            block = _Block(size, role)
+            block = _Block(size, role, len(self._phases))
             key, self_reference = storage._cdata, weakref.ref(self)
             block.reference = weakref.ref(storage, lambda _: Tracker._died(self_reference, key))
             self._blocks[key] = block
@@ -179,9 +180,13 @@ class Tracker(TorchDispatchMode):
             self._events.append((len(self._phases), -block.size, block))
 
     def _pack(self, tensor):
-        if tensor.untyped_storage()._cdata in self._blocks:
-            self._mark(tensor, "activations")
-        return tensor
+        block = self._blocks.get(tensor.untyped_storage()._cdata)
+        if block is None:
+            return tensor
+        self._mark(tensor, "activations")
+        # An operation's own output would hold the graph that holds it, and never be freed without backward.
+        is_output = block.born == len(self._phases) or tensor._version > 0
+        return tensor.detach() if is_output and not tensor.is_leaf else tensor
 
     def _mark_state(self):
         if self.optimizer is not None:
@@ -211,6 +216,7 @@ class Tracker(TorchDispatchMode):
 class _Block:
     size: int
     role: str
+    born: int  # the number of the operation
     reference: object = None
 
 

@@ -33,7 +33,8 @@ def step_memory(
 
     model: a name of facts/models.toml or a transformers configuration, of BERT or DeBERTa-v2.
     batch, length: of one micro-batch; padded: whether the batch holds padding, by which
-    transformers and CUDA choose the attention kernel. accumulate: micro-batches a step.
+    transformers and CUDA choose the attention kernel. accumulate: micro-batches a step; the last
+    one is executed, which is the most expensive, since it meets the gradients of the others.
     optimizer: "adamw" or "sgd" with torch's default arguments for the device ("foreach" on CUDA).
     device: "cuda" or "cpu"; they save different tensors. card: limit in bytes, as in
     `measure.memory`: torch.OutOfMemoryError where the step does not fit.
@@ -51,7 +52,8 @@ def step_memory(
         for parameter in network.parameters():
             parameter.grad = torch.empty_like(parameter)
         chosen.step()  # the state of the steps before
-        chosen.zero_grad()
+        if accumulate == 1:  # else the micro-batches before have left theirs
+            chosen.zero_grad()
         inputs = {
             "input_ids": torch.zeros(batch, length, dtype=torch.long),
             "token_type_ids": torch.zeros(batch, length, dtype=torch.long),
@@ -60,12 +62,10 @@ def step_memory(
         }
         labels = torch.zeros(batch, dtype=torch.long)
         with measure.Tracker(network, chosen, [inputs, labels], card) as tracker:
-            # After the second micro-batch, which meets gradients, the others repeat it.
-            for _ in range(min(accumulate, 2)):
-                logits = network(**inputs).logits
-                loss = torch.nn.functional.cross_entropy(logits, labels)
-                (loss / accumulate if accumulate > 1 else loss).backward()
-                del logits, loss
+            logits = network(**inputs).logits
+            loss = torch.nn.functional.cross_entropy(logits, labels)
+            (loss / accumulate if accumulate > 1 else loss).backward()
+            del logits, loss
             chosen.step()
             chosen.zero_grad()
     return tracker.report()

@@ -1,0 +1,149 @@
+"""The contract of a lesson. It has no list of exceptions: a lesson that breaks a rule fails."""
+
+import difflib
+import re
+import subprocess
+import sys
+
+import pytest
+from notebooks import ROOT, lessons, printed, source, tags
+
+LESSONS = pytest.mark.parametrize("lesson", lessons(), ids=lambda lesson: lesson.name)
+SECTIONS = {
+    "technique": [
+        "Setup", "The idea", "Baseline", "The technique", "Measure", "Proof", "Pitfalls", "With the Trainer",
+        "Claims", "When to use it, and when not", "Exercise", "Check", "Sources",
+    ],
+    "study": [
+        "Setup", "The idea", "To copy", "Measure", "Proof", "Pitfalls", "With the Trainer",
+        "Claims", "When to use it, and when not", "Exercise", "Check", "Sources",
+    ],
+}  # fmt: skip
+# In this order; those in ONCE stand in exactly one cell, the others in one or more.
+TAGS = {
+    "technique": ["setup", "baseline", "copy", "proof", "pitfall", "trainer", "claims", "exercise", "solution",
+                  "figures", "check"],
+    "study": ["setup", "copy", "proof", "pitfall", "trainer", "claims", "exercise", "solution", "figures", "check"],
+}  # fmt: skip
+ONCE = {"setup", "baseline", "copy", "proof", "claims", "exercise", "solution", "figures", "check"}
+MOST_LINES, MOST_CHANGED = 30, 10
+PRIVATE = re.compile(r"(?<![\w.])/(root|home|Users|tmp|work|mnt|opt|var)/|[A-Z]:\\\\Users")
+
+
+@LESSONS
+def test_sections_by_kind(lesson):
+    kind = lesson.course["kind"]
+    assert kind in SECTIONS, f"kind is {kind!r}; accepted: {', '.join(SECTIONS)}"
+    assert lesson.headings() == SECTIONS[kind], "sections missing, added or out of order"
+    first = source(lesson.cells[0])
+    assert first.startswith(f"# {lesson.name[:2]} · {lesson.course['title']}") and tags(lesson.cells[0]) == ["title"]
+    assert tags(lesson.cells[1]) == ["card"]
+    assert "](http" in source(lesson.cells[-1]), "the sources need links"
+
+
+@LESSONS
+def test_tags(lesson):
+    found = [tag for cell in lesson.code for tag in tags(cell) if tag != "nbval-check-output"]
+    in_order = list(dict.fromkeys(found))
+    assert in_order == TAGS[lesson.course["kind"]]
+    for tag in ONCE & set(in_order):
+        assert found.count(tag) == 1, f"{found.count(tag)} cells are tagged {tag}; there must be one"
+    for tag in ("proof", "check"):
+        assert "nbval-check-output" in tags(lesson.tagged(tag)[0]), f"nbval must compare the output of {tag}"
+    assert len(lesson.tagged("nbval-check-output")) == 2, "only the verdict cells are compared"
+
+
+@LESSONS
+def test_executed_in_one_run_without_errors(lesson):
+    counts = [cell["execution_count"] for cell in lesson.code]
+    assert counts == list(range(1, len(counts) + 1)), f"re-run it: make lesson L={lesson.name[:2]}"
+    errors = [source(cell) for cell in lesson.code for output in cell["outputs"] if output["output_type"] == "error"]
+    assert not errors, f"cells ended in an error: {errors}"
+    assert not any("execution" in cell["metadata"] for cell in lesson.code), "times of day are noise in a diff"
+
+
+@LESSONS
+def test_verdicts_print_names_only(lesson):
+    for cell in (*lesson.tagged("proof"), *lesson.tagged("check")):
+        lines = printed(cell).strip().splitlines()
+        assert lines, "a verdict cell without a verdict"
+        for line in lines:
+            assert re.fullmatch(r"[\w ,×()-]+: (inside|equal)", line), f"not a fixed name and a verdict: {line!r}"
+
+
+@LESSONS
+def test_proof_can_fail(lesson):
+    assert "assert " in lesson.source("proof")
+    assert lesson.source("check").strip() == "verdict.require()"
+    assert "assert " in lesson.source("pitfall"), "a pitfall must be seen to fail"
+
+
+@LESSONS
+def test_nothing_private_and_no_warnings_in_outputs(lesson):
+    for cell in lesson.code:
+        text = str(cell["outputs"])
+        assert not PRIVATE.search(text), f"a path of a machine: {PRIVATE.search(text).group()} in {text[:300]}"
+        streams = [output for output in cell["outputs"] if output.get("name") == "stderr"]
+        assert not streams, f"something was written to stderr: {streams}"
+
+
+@LESSONS
+def test_cells_are_short(lesson):
+    for cell in lesson.code:
+        lines = source(cell).splitlines()
+        assert len(lines) <= MOST_LINES, f"{len(lines)} lines: {lines[0]}"
+        assert max(map(len, lines)) <= 120, f"a line of {max(map(len, lines))} characters: {lines[0]}"
+
+
+def changed_lines(before: str, after: str) -> int:
+    """Lines changed, added or removed, whatever their indentation; blank lines do not count."""
+    old, new = ([line.strip() for line in text.splitlines() if line.strip()] for text in (before, after))
+    blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    return sum(max(i2 - i1, j2 - j1) for kind, i1, i2, j1, j2 in blocks if kind != "equal")
+
+
+@LESSONS
+def test_technique_differs_from_its_baseline_by_few_lines(lesson):
+    if lesson.course["kind"] == "technique":
+        changed = changed_lines(lesson.source("baseline"), lesson.source("copy"))
+        assert 1 <= changed <= MOST_CHANGED, f"{changed} lines differ; at most {MOST_CHANGED}"
+
+
+@LESSONS
+def test_copy_cell_stands_alone(lesson):
+    copied = lesson.source("copy")
+    assert "tutorial_utils" not in copied and "preset" not in copied and "trust_remote_code" not in copied
+    names = set(compile(copied, "copy", "exec").co_names)
+    assert "import" in copied and names
+
+
+@LESSONS
+def test_exercise_is_open_and_its_solution_passes(lesson):
+    assert printed(lesson.tagged("exercise")[0]).startswith("not yet: ")
+    assert printed(lesson.tagged("solution")[0]).strip() == "passed"
+
+
+@LESSONS
+def test_every_claim_has_its_row(lesson):
+    import tomllib
+
+    claims = tomllib.loads((ROOT / "tutorial_utils" / "facts" / "claims.toml").read_text()).values()
+    shown = printed(lesson.tagged("claims")[0])
+    for claim in claims:
+        if claim["lesson"] == lesson.name:
+            assert claim["claim"] in shown, f"no row for: {claim['claim']}"
+
+
+def test_generated_parts_are_fresh():
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "stamp.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, f"run python scripts/stamp.py\n{done.stdout}{done.stderr}"
+
+
+def test_setup_cell_is_short():
+    assert len((ROOT / "scripts" / "setup_cell.py").read_text().splitlines()) <= MOST_LINES
+
+
+def test_the_diff_counts():
+    assert changed_lines("a\nb\nc", "a\n  b\nc") == 0
+    assert changed_lines("a\nb\nc", "a\nx\ny\nc") == 2
+    assert changed_lines("a\nb", "b") == 1
