@@ -63,7 +63,6 @@ def _in_kernel(path, folder, environment, keep) -> str:
     import nbformat
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
-    from traitlets.config import Config
 
     notebook = nbformat.read(path, as_version=4)
     count, started = len(notebook.cells), time.perf_counter()
@@ -75,7 +74,7 @@ def _in_kernel(path, folder, environment, keep) -> str:
 
     client = NotebookClient(notebook, timeout=CELL_TIMEOUT, kernel_name="python3",
                             resources={"metadata": {"path": str(folder)}}, on_cell_execute=progress,
-                            config=Config(KernelManager={"transport": "ipc"}))  # no port, no warning of one
+                            extra_arguments=["--log-level=ERROR"])
     error = ""
     try:
         client.execute(env=environment)

@@ -8,7 +8,6 @@ around a recording of this very machine and these versions (facts/bounds/<machin
 
 import json
 import os
-import tempfile
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,12 +159,11 @@ def _report(lesson: str, figures: dict, inside: bool | None):
 
 def write(path: Path, content: dict):
     """Write JSON whole or not at all."""
+    text = json.dumps(content, indent=2) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        json.dump(content, file, indent=2)
-        file.write("\n")
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text(text)
+    unfinished.replace(path)
 
 
 def claims(lesson: str, measured: dict[str, float], predicted: dict[str, float]) -> list[dict]:

@@ -249,9 +249,10 @@ def _hub(name: str, text: str, label: str) -> Corpus:
 
 
 def _from_pairs(pairs: list[tuple[str, str]], source: str) -> Corpus:
-    for number, (text, _) in enumerate(pairs):
-        if not text or not text.strip():
-            raise ValueError(f"{source}: row {number} has an empty text: remove it or fill it in")
+    for number, (text, answer) in enumerate(pairs):
+        for name, value in (("text", text), ("label", answer)):
+            if not value or not value.strip():
+                raise ValueError(f"{source}: row {number} has an empty {name}: remove it or fill it in")
     if len({text for text, _ in pairs}) < 2:
         raise ValueError(f"{source} has {len(pairs)} rows; accepted: two different texts or more")
     labels = sorted({answer for _, answer in pairs})

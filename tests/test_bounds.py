@@ -1,0 +1,135 @@
+"""Bounds hold, refuse, and name what is wrong; claims get their verdicts."""
+
+import json
+import tomllib
+
+import pytest
+from notebooks import lessons
+
+from tutorial_utils import bounds, machine
+
+LESSON = "01_gradient_accumulation"
+FIGURES = {
+    "baseline_peak_bytes": 1000.0, "technique_peak_bytes": 400.0, "memory_ratio": 0.4, "time_ratio": 1.0,
+    "memory_ratio_one_by_one": 0.2, "time_ratio_one_by_one": 2.0,
+}  # fmt: skip
+PREDICTED = {"baseline_peak_bytes": 1000.0, "technique_peak_bytes": 400.0}
+
+
+@pytest.fixture
+def recording(tmp_path, monkeypatch):
+    """A bounds file for this machine, and a function that changes one of its figures."""
+    here = machine.facts()
+    path = tmp_path / f"{here.slug}.json"
+    monkeypatch.setenv("COURSE_BOUNDS", str(tmp_path))
+    monkeypatch.delenv("COURSE_RECORDING", raising=False)
+
+    def record(**changes):
+        figures = {k: v for k, v in (FIGURES | changes).items() if v is not None}
+        bounds.write(path, {"machine": {}, "versions": here.versions, "date": "2026-01-01",
+                            "lessons": {LESSON: {"seconds": 1, "figures": figures}}})
+        return path
+
+    return record
+
+
+def test_inside_prints_names_only(recording, capsys):
+    recording()
+    verdict = bounds.compare(LESSON, FIGURES, PREDICTED)
+    verdict.require()
+    assert capsys.readouterr().out.splitlines() == [f"{name}: inside" for name in FIGURES]
+    assert {b.source for b in verdict.bounds if b.figure.endswith("_bytes")} == {"recorded"}
+
+
+def test_one_wrong_figure_is_red(recording):
+    recording(baseline_peak_bytes=1100.0)
+    verdict = bounds.compare(LESSON, FIGURES, PREDICTED)
+    with pytest.raises(AssertionError, match=f"{LESSON}: baseline_peak_bytes is 1,000, outside 1,09.*recorded"):
+        verdict.require()
+
+
+def test_a_ratio_outside_its_class_is_red(recording):
+    recording()
+    with pytest.raises(AssertionError, match="memory_ratio is 0.9, outside"):
+        bounds.compare(LESSON, FIGURES | {"memory_ratio": 0.9}, PREDICTED).require()
+
+
+def test_without_a_recording_bytes_are_bounded_by_the_prediction(tmp_path, monkeypatch):
+    monkeypatch.setenv("COURSE_BOUNDS", str(tmp_path))
+    verdict = bounds.compare(LESSON, FIGURES, PREDICTED)
+    assert {b.source for b in verdict.bounds if b.figure.endswith("_bytes")} == {"predicted"}
+    with pytest.raises(AssertionError, match="baseline_peak_bytes is 1,000, outside 49.* to 51"):
+        bounds.compare(LESSON, FIGURES, PREDICTED | {"baseline_peak_bytes": 500.0}).require()
+    with pytest.raises(ValueError, match="baseline_peak_bytes is in bytes and this machine has no recording"):
+        bounds.compare(LESSON, FIGURES)
+
+
+def test_a_recording_of_other_versions_does_not_count(recording):
+    path = recording(baseline_peak_bytes=1.0)
+    content = json.loads(path.read_text())
+    content["versions"]["torch"] = "2.11.0"
+    bounds.write(path, content)
+    bounds.compare(LESSON, FIGURES, PREDICTED).require()
+
+
+def test_a_recording_with_a_missing_figure(recording):
+    recording(time_ratio=None)
+    with pytest.raises(ValueError, match=r"json has no figure 'time_ratio' for 01_.*; it has \[.*make record"):
+        bounds.compare(LESSON, FIGURES, PREDICTED)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ('{"machine": {}}', "has no 'versions'")])
+def test_a_broken_bounds_file(recording, text, message):
+    recording().write_text(text)
+    with pytest.raises(ValueError, match=message):
+        bounds.compare(LESSON, FIGURES, PREDICTED)
+
+
+def test_figures_and_bounds_must_match():
+    with pytest.raises(ValueError, match="each figure needs its bound"):
+        bounds.compare(LESSON, {"memory_ratio": 0.4})
+    with pytest.raises(ValueError, match="each figure needs its bound"):
+        bounds.compare(LESSON, FIGURES | {"surprise": 1.0}, PREDICTED)
+
+
+def test_every_bound_says_why_and_can_fail():
+    facts = tomllib.loads((bounds.FACTS / "bounds.toml").read_text())
+    assert set(facts) == {lesson.name for lesson in lessons()}
+    for lesson, figures in facts.items():
+        for name, bound in figures.items():
+            assert len(bound["why"]) > 10, f"{lesson}.{name} does not say why"
+            if name.endswith("_bytes"):
+                assert 0 < bound["recorded_tolerance"] <= bound["predicted_tolerance"] <= 0.05
+            else:
+                for backend in ("cpu", "cuda", "cuda-bf16"):
+                    low, high = bound[backend]
+                    assert 0 < low < high <= 25 * low, f"{lesson}.{name}.{backend} says nothing"
+
+
+def test_recordings_are_whole():
+    for content in bounds.recordings():
+        assert set(content["lessons"]) <= {lesson.name for lesson in lessons()}
+        for name, recorded in content["lessons"].items():
+            expected = tomllib.loads((bounds.FACTS / "bounds.toml").read_text())[name]
+            assert set(recorded["figures"]) == set(expected), f"{name}: record it again"
+
+
+def test_claims_get_their_verdicts(monkeypatch):
+    monkeypatch.setattr(bounds, "recorded_on_gpus", lambda lesson: {})
+    measured = {"memory_ratio_one_by_one": 0.1, "time_ratio_one_by_one": 1.0,
+                "time_ratio_small_to_large_micro_batch": 0.9, "memory_ratio_hf_2022": 0.9}
+    rows = bounds.claims(LESSON, measured, {"memory_ratio_one_by_one": 0.52})
+    assert [row["verdict"] for row in rows] == ["holds", "lower here", "higher here", "does not hold"]
+    monkeypatch.setattr(bounds, "recorded_on_gpus", lambda lesson: {"T4": {"time_ratio_one_by_one": 2.7}})
+    row = bounds.claims(LESSON, measured, {})[1]
+    assert (row["recorded"], row["verdict"]) == ("T4 2.7", "holds")
+    with pytest.raises(ValueError, match="neither measured, predicted nor recorded"):
+        bounds.claims(LESSON, {}, {})
+
+
+def test_write_leaves_nothing_half_written(tmp_path):
+    path = tmp_path / "a.json"
+    bounds.write(path, {"a": 1})
+    with pytest.raises(TypeError):
+        bounds.write(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1} and list(tmp_path.iterdir()) == [path]

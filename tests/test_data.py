@@ -1,0 +1,146 @@
+"""The corpus, the reader's own CSV, the hub that is not there, and bad input."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tutorial_utils import data, machine
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def corpus():
+    return data.load()
+
+
+def test_corpus_is_real_text_with_a_long_tail(corpus):
+    words = sorted(len(row["text"].split()) for row in corpus.train)
+    assert len(corpus.train) > 5000 and len(corpus.test) > 1000
+    assert words[len(words) // 2] < 60 and words[-1] > 1000
+    assert corpus.labels == list(data.LIBRARIES)
+    assert {row["label"] for row in corpus.test} == {0, 1, 2, 3} and corpus.majority < 0.5
+
+
+def test_no_text_leaks_from_test_to_train(corpus):
+    train, test = set(corpus.train["text"]), corpus.test["text"]
+    assert len(train) == len(corpus.train) and len(set(test)) == len(test)
+    assert not train & set(test)
+
+
+def test_corpus_takes_15_seconds_the_first_time_and_1_from_its_cache(tmp_path):
+    code = (
+        "import datasets, time; from tutorial_utils import data; started = time.perf_counter(); "
+        "corpus = data.load(); print('seconds', time.perf_counter() - started, len(corpus.train))"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    for most in (15, 1):
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        seconds = float(done.stdout.split("seconds ")[1].split()[0])
+        assert seconds <= most, f"the corpus took {seconds:.1f} s"
+    assert len(list((tmp_path / "tutorial_utils").iterdir())) == 1, "something half-written was left"
+
+
+def write(tmp_path, text):
+    path = tmp_path / "reviews.csv"
+    path.write_text(text)
+    return str(path)
+
+
+def test_own_csv_through_the_same_call(tmp_path):
+    rows = "".join(f'"review {i}, with a comma",{"good" if i % 2 else "bad"}\n' for i in range(20))
+    corpus = data.load(write(tmp_path, "review,stars\n" + rows), text="review", label="stars")
+    assert corpus.labels == ["bad", "good"] and len(corpus.train) == 16 and len(corpus.test) == 4
+    assert corpus.train.features["label"].names == corpus.labels
+    batch = next(iter(data.loader(corpus.train, data.tokenizer(), 4, 16)))
+    assert batch["input_ids"].shape[0] == 4 and set(batch["labels"].tolist()) <= {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("text,stars\na,1\nb,2\n", r"reviews.csv has no column 'label'; it has \['text', 'stars'\]"),
+        ("text,label\na,1\n ,2\n", "reviews.csv: row 1 has an empty text"),
+        ("text,label\na,1\na,1\n", "has 2 rows; accepted: two different texts or more"),
+        ("text,label\n", "has 0 rows"),
+        ("text,label\nonly a text\nb,1\n", "row 0 has an empty label"),
+    ],
+)
+def test_bad_csv(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        data.load(write(tmp_path, text))
+
+
+def test_sources_that_do_not_exist(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no file at .*nowhere.csv"):
+        data.load(str(tmp_path / "nowhere.csv"))
+    with pytest.raises(ValueError, match="source was 'imdb'; accepted"):
+        data.load("imdb")
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line_and_the_docstrings(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(machine, "hub_reachable", lambda: False)
+    started = time.perf_counter()
+    corpus = data.load("hub:stanfordnlp/imdb")
+    assert time.perf_counter() - started < 20
+    assert corpus.source == "docstrings"
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[-1] == ("stanfordnlp/imdb: the hub cannot be reached and its cache has no copy; "
+                         "using the docstrings")  # fmt: skip
+
+
+def test_hub_columns_are_renamed_and_checked(monkeypatch):
+    import datasets
+
+    rows = {"review": ["a text", "b text", "c text", "d text", "e text"], "stars": [1, 2, 1, 2, 1], "id": [0] * 5}
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows)})
+    monkeypatch.setattr(machine, "hub_reachable", lambda: True)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, **_: splits)
+    corpus = data.load("hub:some/reviews", text="review", label="stars")
+    assert corpus.labels == ["1", "2"] and corpus.train.column_names == ["text", "label"]
+    with pytest.raises(ValueError, match=r"some/reviews has no column 'text'; it has \['review', 'stars', 'id'\]"):
+        data.load("hub:some/reviews", label="stars")
+
+
+def test_encode_cuts_only_when_asked():
+    tokenizer, rows = data.tokenizer(), [{"text": "word " * 600, "label": 0}]
+    with pytest.raises(ValueError, match="row 0 has 602 tokens; the model accepts 512. Pass length=512"):
+        data.encode(rows, tokenizer)
+    assert len(data.encode(rows, tokenizer, 64)[0]["input_ids"]) == 64
+    for length in (0, -5, 513):
+        with pytest.raises(ValueError, match=f"length was {length}; accepted: 3 to 512"):
+            data.encode(rows, tokenizer, length)
+
+
+def test_bad_loaders():
+    tokenizer, rows = data.tokenizer(), [{"text": "a word", "label": 0}]
+    with pytest.raises(ValueError, match="batch_size was -1; accepted: 1 or more"):
+        data.loader(rows, tokenizer, -1)
+    with pytest.raises(ValueError, match="padding was 'left'"):
+        data.loader(rows, tokenizer, 1, padding="left")
+    with pytest.raises(ValueError, match="row 0 has an empty text"):
+        data.encode([{"text": "", "label": 0}], tokenizer)
+
+
+def test_max_length_padding_has_one_shape():
+    rows = [{"text": "word " * n, "label": 0} for n in (1, 9, 3, 30)]
+    shapes = {tuple(b["input_ids"].shape) for b in data.loader(rows, data.tokenizer(), 2, 24, padding="max_length")}
+    assert shapes == {(2, 24)}
+    longest = [b["input_ids"].shape[1] for b in data.loader(rows, data.tokenizer(), 2, 24)]
+    assert longest == [11, 24]
+
+
+def test_without_datasets_the_corpus_is_a_list(corpus):
+    """As on a server with only torch and transformers."""
+    code = (
+        "import sys; sys.modules['datasets'] = None; import importlib.util as u; find = u.find_spec; "
+        "u.find_spec = lambda name, *a: None if name == 'datasets' else find(name, *a); "
+        "from tutorial_utils import data; c = data.load(); print(type(c.train).__name__, len(c.train), len(c.test))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == f"list {len(corpus.train)} {len(corpus.test)}"

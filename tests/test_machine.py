@@ -1,0 +1,121 @@
+"""What a machine can do, also machines that are not here: their facts are imitated."""
+
+import dataclasses
+import sys
+
+import pytest
+
+from tutorial_utils import machine
+
+CPU = machine.Machine("CPU", "cpu", 24 * 2**30, 2, None, True, True, {"python": "3.11.7", "torch": "2.13.0",
+                                                                     "transformers": "5.23.0"})
+T4 = dataclasses.replace(CPU, name="Tesla T4", device="cuda", memory=15 * 2**30, capability=(7, 5), bf16=False)
+P100 = dataclasses.replace(T4, name="Tesla P100-PCIE-16GB", capability=(6, 0), kernels=False)
+A100 = dataclasses.replace(T4, name="NVIDIA A100-SXM4-40GB", memory=40 * 2**30, capability=(8, 0), bf16=True)
+LAPTOP = dataclasses.replace(A100, name="NVIDIA GeForce RTX 3060", memory=6 * 2**30)
+
+
+def test_this_machine():
+    here = machine.facts()
+    assert here.memory > 2**30 and here.cores >= 1 and set(here.versions) == set(machine.OLDEST)
+
+
+def test_classes_slugs_and_presets():
+    machines = (CPU, T4, P100, A100, LAPTOP)
+    assert [m.backend for m in machines] == ["cpu", "cuda", "cuda", "cuda-bf16", "cuda-bf16"]
+    assert [m.slug for m in machines[:3]] == ["cpu", "tesla-t4", "tesla-p100-pcie-16gb"]
+    presets = [machine.preset(m) for m in machines]
+    assert [p.model for p in presets] == ["tiny", "bert-large-uncased", "tiny", "bert-large-uncased",
+                                          "bert-base-uncased"]
+
+
+@pytest.mark.parametrize(("here", "words"), [(CPU, "No GPU"), (T4, "No bf16"), (P100, r"no kernels.*sm_60")])
+def test_limits_are_said(here, words):
+    import re
+
+    assert re.search(words, " ".join(machine.limits(here)))
+    assert machine.limits(A100) == []
+
+
+def test_presets_fit_their_machines():
+    from tutorial_utils import predict
+
+    for here in (T4, LAPTOP):
+        preset = machine.preset(here)
+        peak = predict.step_memory(preset.model, preset.batch, preset.length, padded=True).peak
+        assert peak < 0.75 * here.memory, f"{preset} needs {peak / 2**30:.1f} GiB"
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "advice"),
+    [("torch", "2.10.1+cu128", "does not replace its torch"), ("transformers", "4.57.0", "pip install"),
+     ("python", "3.10.4", "newer image")],
+)
+def test_versions_below_the_range_are_named_with_what_to_do(name, version, advice):
+    with pytest.raises(RuntimeError, match=f"{name} is .*need {machine.OLDEST[name]} or newer: .*{advice}"):
+        machine._check_versions(CPU.versions | {name: version})
+    machine._check_versions(machine.OLDEST)
+
+
+def test_missing_packages_are_named_and_not_installed_unasked(monkeypatch, capsys):
+    monkeypatch.setattr(machine, "NEEDED", ("no_such_package", "datasets"))
+    monkeypatch.setattr(machine, "_install", lambda packages: pytest.fail("installed unasked"))
+    machine.start()
+    assert "Not installed: no_such_package." in capsys.readouterr().out
+
+
+def test_an_install_pins_the_torch_that_is_there(monkeypatch):
+    import torch
+
+    commands = []
+
+    def run(command, check):
+        commands.append((command, open(command[command.index("--constraint") + 1]).read()))
+
+    monkeypatch.setattr(machine.subprocess, "run", run)
+    machine._install(["datasets"])
+    (command, constraint), = commands
+    assert command[0] == sys.executable and command[-1] == "datasets"
+    assert constraint == f"torch=={torch.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "expected"),
+    [((7, 5), ["sm_75", "sm_80"], True), ((6, 0), ["sm_75", "sm_80"], False), ((8, 6), ["sm_80"], True),
+     ((9, 0), ["sm_80"], False), ((9, 0), ["sm_80", "compute_80"], True), ((10, 0), ["sm_100"], True),
+     ((9, 0), ["sm_90a"], True)],
+)  # fmt: skip
+def test_kernels(capability, architectures, expected):
+    assert machine._has_kernels(capability, architectures) is expected
+
+
+def test_cards():
+    assert machine.card("Tesla T4") == 15360 * 2**20
+    with pytest.raises(ValueError, match="card was 'T5000'; accepted: Tesla T4"):
+        machine.card("T5000")
+
+
+def test_reserved_limit_leaves_out_the_context_and_is_put_back(monkeypatch):
+    import torch
+
+    fractions = []
+    total = type("Properties", (), {"total_memory": 16 * 2**30})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: total)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    with pytest.raises(KeyError), machine.reserved_limit(4 * 2**30, context=2**30):
+        raise KeyError
+    assert fractions == [3 / 16, 1.0]
+    with pytest.raises(ValueError, match="accepted: more than the context"), machine.reserved_limit(1, context=2):
+        pass
+
+
+def test_an_unreachable_hub_is_known_at_once(monkeypatch):
+    import huggingface_hub
+
+    def refuse(self, *arguments, timeout=None, **_):
+        assert timeout == 5
+        raise ConnectionError
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
+    assert machine.hub_reachable() is False

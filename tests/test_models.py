@@ -1,0 +1,79 @@
+"""Architectures by name, and what the tiny model's pretraining is worth."""
+
+import json
+
+import pytest
+import torch
+from pretrain_tiny import fine_tuned_accuracy
+
+from tutorial_utils import data, machine, models
+
+PARAMETERS = {  # of the published checkpoints' encoders, in millions
+    "bert-base-uncased": 109.5,
+    "bert-large-uncased": 335.1,
+    "chinese-macbert-large": 325.5,
+    "deberta-v3-base": 183.8,
+    "deberta-v3-large": 434.0,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_true_sizes(name):
+    with torch.device("meta"):
+        model = models.untrained(models.config(name)).base_model
+    count = sum(p.numel() for p in model.parameters()) / 1e6
+    assert count == pytest.approx(PARAMETERS[name], rel=0.005)
+
+
+def test_every_name_is_held_to_a_size():
+    assert {"tiny", *PARAMETERS} == set(models.names())
+
+
+def test_random_weights_are_those_of_the_seed():
+    torch.manual_seed(3)
+    first = models.build("tiny").classifier.weight
+    torch.manual_seed(3)
+    assert torch.equal(first, models.build("tiny").classifier.weight)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(name="bert-huge"), "model was 'bert-huge'; accepted: tiny, bert-base-uncased"),
+        (dict(name="tiny", weights="trained"), "weights was 'trained'; accepted"),
+        (dict(name="tiny", weights="pretrained", hidden_size=64), "pretrained weights have a fixed shape"),
+        (dict(name="tiny", attention="flex"), "attention was 'flex'; accepted"),
+        (dict(name="deberta-v3-base", attention="sdpa"), "no SDPA attention for deberta-v2"),
+    ],
+)
+def test_bad_names(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        models.build(**arguments)
+
+
+def test_pretrained_weights_that_cannot_be_had_are_one_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(machine, "hub_reachable", lambda: False)
+    small = models._facts()["bert-base-uncased"] | {"hidden_size": 96, "num_hidden_layers": 1, "vocab_size": 99}
+    monkeypatch.setattr(models, "_facts", lambda: {"bert-base-uncased": small})
+    assert models.build("bert-base-uncased", weights="pretrained").training
+    assert capsys.readouterr().out == (
+        "bert-base-uncased: the hub cannot be reached and its cache has no copy; using random weights\n"
+    )
+
+
+def test_tiny_model_is_small_and_has_its_recipe():
+    assert (data.TINY / "model.safetensors").stat().st_size <= 10 * 2**20
+    assert not [p for p in data.TINY.iterdir() if p.suffix in (".bin", ".pt", ".pkl")]
+    recipe = json.loads((data.TINY / "recipe.json").read_text())
+    loss = recipe["masked_language_loss"]
+    assert loss["last_200_steps"] < loss["first_200_steps"]
+
+
+def test_tiny_pretrained_beats_random_by_the_stated_margin():
+    """The margin is models.GAIN_POINTS points of test accuracy after models.GAIN_STEPS steps."""
+    corpus, tokenizer = data.load(), data.tokenizer()
+    pretrained, random = (
+        fine_tuned_accuracy(weights, corpus, tokenizer, models.GAIN_STEPS) for weights in ("pretrained", "random")
+    )
+    assert pretrained >= random + models.GAIN_POINTS / 100, f"pretrained {pretrained:.1%}, random {random:.1%}"
+    assert pretrained >= corpus.majority + 0.2, f"pretrained {pretrained:.1%}, majority {corpus.majority:.1%}"

@@ -1,0 +1,115 @@
+"""The project's own promises: sizes, pins, imports, stamps, pictures."""
+
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import stamp
+from notebooks import ROOT
+
+from tutorial_utils import figures, measure
+
+PACKAGE = sorted((ROOT / "tutorial_utils").glob("*.py"))
+
+
+def pins(lines) -> list[str]:
+    return [line.strip().removeprefix("- ") for line in lines if "==" in line]
+
+
+def test_environment_equals_requirements():
+    import yaml
+
+    requirements = pins((ROOT / "requirements.txt").read_text().splitlines())
+    (conda,) = (d for d in yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"] if isinstance(d, dict))
+    assert conda["pip"] == requirements
+
+
+def test_pins_are_inside_the_supported_ranges():
+    from tutorial_utils.machine import OLDEST
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == f">={OLDEST['python']}"
+    assert project["dependencies"] == [f"torch>={OLDEST['torch']}", f"transformers>={OLDEST['transformers']}"]
+
+
+def test_the_package_is_thin():
+    lines = sum(len(path.read_text().splitlines()) for path in PACKAGE)
+    assert lines <= 2000, f"tutorial_utils has {lines} lines"
+
+
+def test_importing_adds_little_to_torch_and_transformers():
+    names = ", ".join(path.stem for path in PACKAGE if path.stem != "__init__")
+    code = ("import time, torch, transformers; started = time.perf_counter(); "
+            f"from tutorial_utils import {names}; print(time.perf_counter() - started)")  # fmt: skip
+    runs = [subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+            for _ in range(3)]  # fmt: skip
+    seconds = min(map(float, runs))
+    assert seconds <= 0.3, f"importing tutorial_utils took {seconds:.2f} s"
+
+
+def test_dependencies_point_one_way():
+    order = ["machine", "data", "models", "measure", "predict", "figures", "bounds"]
+    for path in PACKAGE:
+        for imported in re.findall(r"^(?:    )*from \.(\w*) import|^from \. import (.+)$", path.read_text(), re.M):
+            for name in filter(None, re.split(r"[ ,]+", " ".join(imported))):
+                assert name in order, f"{path.name} imports {name}"
+                if name != "figures":  # shown only when a table is wanted
+                    assert order.index(name) < order.index(path.stem), f"{path.name} imports {name}"
+
+
+def test_nothing_private_is_tracked():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for name in tracked:
+        path = ROOT / name
+        if path.is_file() and path.suffix in (".py", ".md", ".toml", ".yml", ".json", ".ipynb", ".txt"):
+            assert str(ROOT) + "/" not in path.read_text(), f"{name} names a folder of this machine"
+        assert path.suffix not in (".bin", ".pt", ".pkl", ".pickle"), f"{name}: weights are safetensors"
+
+
+@pytest.mark.parametrize("address", ["", "https://github.com/someone/course"])
+def test_the_public_address_is_one_setting(address):
+    texts = stamp.stamped(address)
+    for path, text in texts.items():
+        if path.suffix == ".ipynb":
+            assert (f"colab.research.google.com/github/someone/course/blob/main/notebooks/{path.stem}" in text) is bool(
+                address
+            )
+            assert f'REPOSITORY = \\"{address}\\"' in text
+    assert ("kernels/welcome?src=https://github.com/someone" in str(texts.values())) is bool(address)
+
+
+def test_pictures_read_on_light_and_dark_and_are_not_wider_than_a_phone_scales():
+    import io
+
+    import matplotlib.image
+
+    shown = []
+    report = measure.Memory(10, dict.fromkeys(measure.ROLES, 1), [(1,) * 6, (2,) * 6], ["start", "forward"])
+    import IPython.display
+
+    original, IPython.display.display = IPython.display.display, shown.append
+    try:
+        figures.memory_bars({"a": report}, card=20)
+        figures.timeline(report)
+        figures.bars({"a": 1.0, "b": 2.0}, "MiB")
+    finally:
+        IPython.display.display = original
+    assert len(shown) == 3
+    for image in shown:
+        pixels = matplotlib.image.imread(io.BytesIO(image.data))
+        assert pixels.shape[1] == 2 * image.width == 960
+        assert pixels[0, 0, 3] == 0, "the background must be transparent"
+    luminance = sum(int(figures._TEXT[i : i + 2], 16) / 255 for i in (1, 3, 5)) / 3
+    assert 0.4 < luminance < 0.6
+
+
+def test_tables_escape_and_align():
+    table = figures.Table([{"a": "<b>", "long name": 1}, {"a": "x", "long name": 22}])
+    assert "&lt;b&gt;" in table._repr_html_() and "<b>" not in table._repr_html_()
+    assert str(table).splitlines() == ["a    long name", "<b>  1", "x    22"]
+
+
+def test_sizes():
+    assert figures.size(3 * 2**20) == "3.0 MiB" and figures.size(2**30) == "1.00 GiB"
