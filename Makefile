@@ -20,6 +20,7 @@ lab: .venv/installed
 # Fast tests first, then every notebook from a foreign folder.
 test: .venv/installed
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check tutorial_utils scripts tests
 	$(PYTEST)
 	rm -rf reports/nbval && mkdir -p reports/nbval && cp notebooks/*.ipynb reports/nbval
 	PYTHONPATH=$(CURDIR) $(PYTEST) $(NBVAL) reports/nbval

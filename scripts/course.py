@@ -72,9 +72,14 @@ def _in_kernel(path, folder, environment, keep) -> str:
             seconds = time.perf_counter() - started
             print(f"\r{path.stem}  cell {cell_index + 1}/{count}  {seconds:.0f} s ", end="", file=sys.stderr)
 
-    client = NotebookClient(notebook, timeout=CELL_TIMEOUT, kernel_name="python3",
-                            resources={"metadata": {"path": str(folder)}}, on_cell_execute=progress,
-                            extra_arguments=["--log-level=ERROR"])
+    client = NotebookClient(
+        notebook,
+        timeout=CELL_TIMEOUT,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
+        on_cell_execute=progress,
+        extra_arguments=["--log-level=ERROR"],
+    )
     error = ""
     try:
         client.execute(env=environment)
@@ -120,8 +125,13 @@ def machine_facts() -> tuple[dict, str]:
     from tutorial_utils import machine
 
     here = machine.facts()
-    facts = {"name": here.name, "device": here.device, "memory_bytes": here.memory, "cores": here.cores,
-             "bf16": here.bf16}
+    facts = {
+        "name": here.name,
+        "device": here.device,
+        "memory_bytes": here.memory,
+        "cores": here.cores,
+        "bf16": here.bf16,
+    }
     return {"machine": facts, "versions": here.versions, "date": date.today().isoformat()}, here.slug
 
 
@@ -143,20 +153,24 @@ def table(results: list[dict]) -> str:
         return form(figures[name]) if name in figures else "–"
 
     verdicts = {True: "inside", False: "outside", None: "–"}
-    return str(Table([
-        {
-            "lesson": result["name"],
-            "status": result["status"],
-            "seconds": f"{result['seconds']:.0f}",
-            "baseline": shown(result["figures"], "baseline_peak_bytes", size),
-            "technique": shown(result["figures"], "technique_peak_bytes", size),
-            "memory ratio": shown(result["figures"], "memory_ratio", "{:.2f}".format),
-            "time ratio": shown(result["figures"], "time_ratio", "{:.2f}".format),
-            "bounds": verdicts[result["inside"]],
-            "reason": result["reason"][:120],
-        }
-        for result in results
-    ]))
+    return str(
+        Table(
+            [
+                {
+                    "lesson": result["name"],
+                    "status": result["status"],
+                    "seconds": f"{result['seconds']:.0f}",
+                    "baseline": shown(result["figures"], "baseline_peak_bytes", size),
+                    "technique": shown(result["figures"], "technique_peak_bytes", size),
+                    "memory ratio": shown(result["figures"], "memory_ratio", "{:.2f}".format),
+                    "time ratio": shown(result["figures"], "time_ratio", "{:.2f}".format),
+                    "bounds": verdicts[result["inside"]],
+                    "reason": result["reason"][:120],
+                }
+                for result in results
+            ]
+        )
+    )
 
 
 def main() -> int:

@@ -19,13 +19,27 @@ def build(target: Path = ROOT / "dist" / "kit") -> Path:
     with tempfile.TemporaryDirectory() as folder:
         # From a copy: a build in the tree would leave its own folders there, and pick up stale ones.
         source, kit = Path(folder, "source"), Path(folder, "kit")
-        shutil.copytree(ROOT / "tutorial_utils", source / "tutorial_utils",
-                        ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / "tutorial_utils", source / "tutorial_utils", ignore=shutil.ignore_patterns("__pycache__")
+        )
         for name in ("pyproject.toml", "LICENSE"):
             shutil.copy(ROOT / name, source / name)
         subprocess.run(
-            [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
-             "--wheel-dir", str(kit), str(source)], check=True)
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "wheel",
+                "--quiet",
+                "--no-deps",
+                "--no-build-isolation",
+                "--no-index",
+                "--wheel-dir",
+                str(kit),
+                str(source),
+            ],
+            check=True,
+        )
         shutil.copytree(source / "tutorial_utils" / "tiny", kit / "tiny")
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(kit, target)

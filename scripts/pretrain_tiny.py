@@ -51,9 +51,7 @@ def masked(batch: dict, tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
 def pretrain(corpus, tokenizer, steps: int) -> tuple[BertForMaskedLM, list[float]]:
     torch.manual_seed(RECIPE["seed"])
     model = BertForMaskedLM(models.config("tiny"))
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=RECIPE["learning_rate"], weight_decay=RECIPE["weight_decay"]
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RECIPE["learning_rate"], weight_decay=RECIPE["weight_decay"])
     scheduler = get_linear_schedule_with_warmup(optimizer, int(RECIPE["warmup"] * steps), steps)
     loader = data.loader(corpus.train, tokenizer, RECIPE["batch"], RECIPE["length"], shuffle=True)
     losses, started = [], time.perf_counter()
@@ -72,8 +70,7 @@ def pretrain(corpus, tokenizer, steps: int) -> tuple[BertForMaskedLM, list[float
             losses.append(loss.item())
             if len(losses) % 200 == 0:
                 recent = sum(losses[-200:]) / 200
-                print(f"step {len(losses)}/{steps} loss {recent:.3f} "
-                      f"{time.perf_counter() - started:.0f} s", flush=True)
+                print(f"step {len(losses)}/{steps} loss {recent:.3f} {time.perf_counter() - started:.0f} s", flush=True)
             if len(losses) == steps:
                 break
     return model, losses

@@ -1,7 +1,11 @@
 # Setup: the same cell in every lesson. It never replaces the platform's torch.
 REPOSITORY = ""  # where NETWORK = True gets the course from
 NETWORK = False  # True: may install what is missing
-import importlib.util, os, pathlib, subprocess, sys
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
 
 if importlib.util.find_spec("tutorial_utils") is None:
     here = pathlib.Path.cwd()

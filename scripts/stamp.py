@@ -29,22 +29,33 @@ def title(course: dict, name: str, address: str) -> str:
     if address:
         file = f"blob/main/notebooks/{name}.ipynb"
         colab = address.replace("https://github.com", "https://colab.research.google.com/github")
-        lines += ["", f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({colab}/{file}) "
-                  f"[![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)]"
-                  f"(https://kaggle.com/kernels/welcome?src={address}/{file})"]
+        lines += [
+            "",
+            f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({colab}/{file}) "
+            f"[![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)]"
+            f"(https://kaggle.com/kernels/welcome?src={address}/{file})",
+        ]
     return "\n".join(lines)
 
 
 def card(course: dict, name: str) -> str:
     """What you will learn, need to know, and what it takes on each recorded machine."""
-    lines = ["**You will learn**", "", *(f"- {item}" for item in course["learn"]), "",
-             f"**You need to know** {', '.join(course['know'])}.", "",
-             "| machine | minutes | download | peak memory of the lesson's step |", "|---|---|---|---|"]
+    lines = [
+        "**You will learn**",
+        "",
+        *(f"- {item}" for item in course["learn"]),
+        "",
+        f"**You need to know** {', '.join(course['know'])}.",
+        "",
+        "| machine | minutes | download | peak memory of the lesson's step |",
+        "|---|---|---|---|",
+    ]
     rows = [
         f"| {content['machine']['name']}, {content['machine']['cores']} cores, torch "
         f"{content['versions']['torch']} ({content['date']}) | {content['lessons'][name]['seconds'] / 60:.1f} "
         f"| 0 MB | {size(content['lessons'][name]['figures']['baseline_peak_bytes'])} |"
-        for content in bounds.recordings() if name in content["lessons"]
+        for content in bounds.recordings()
+        if name in content["lessons"]
     ]
     return "\n".join(lines + (rows or ["| none recorded yet | – | 0 MB | – |"]))
 
@@ -76,8 +87,11 @@ def stamped(address: str) -> dict[Path, str]:
         course = content["metadata"]["course"]
         for cell in content["cells"]:
             tags = cell["metadata"].get("tags", [])
-            for tag, text in (("title", title(course, path.stem, address)),
-                              ("card", card(course, path.stem)), ("setup", setup(address))):
+            for tag, text in (
+                ("title", title(course, path.stem, address)),
+                ("card", card(course, path.stem)),
+                ("setup", setup(address)),
+            ):
                 if tag in tags and (cell["cell_type"] == "code") == (tag == "setup"):
                     cell["source"] = text.splitlines(keepends=True)
         notebooks[path.stem] = content

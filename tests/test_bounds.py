@@ -4,8 +4,8 @@ import json
 import tomllib
 
 import pytest
-from notebooks import lessons
 
+from notebooks import lessons
 from tutorial_utils import bounds, machine
 
 LESSON = "01_gradient_accumulation"
@@ -26,8 +26,15 @@ def recording(tmp_path, monkeypatch):
 
     def record(**changes):
         figures = {k: v for k, v in (FIGURES | changes).items() if v is not None}
-        bounds.write(path, {"machine": {}, "versions": here.versions, "date": "2026-01-01",
-                            "lessons": {LESSON: {"seconds": 1, "figures": figures}}})
+        bounds.write(
+            path,
+            {
+                "machine": {},
+                "versions": here.versions,
+                "date": "2026-01-01",
+                "lessons": {LESSON: {"seconds": 1, "figures": figures}},
+            },
+        )
         return path
 
     return record
@@ -116,13 +123,17 @@ def test_recordings_are_whole():
 
 def test_claims_get_their_verdicts(monkeypatch):
     monkeypatch.setattr(bounds, "recorded_on_gpus", lambda lesson: {})
-    measured = {"memory_ratio_one_by_one": 0.1, "time_ratio_one_by_one": 1.0,
-                "time_ratio_small_to_large_micro_batch": 0.9, "memory_ratio_hf_2022": 0.9}
+    measured = {
+        "memory_ratio_one_by_one": 0.1,
+        "time_ratio_one_by_one": 1.0,
+        "time_ratio_small_to_large_micro_batch": 0.9,
+        "memory_ratio_hf_2022": 0.9,
+    }
     rows = bounds.claims(LESSON, measured, {"memory_ratio_one_by_one": 0.52})
     assert [row["verdict"] for row in rows] == ["holds", "lower here", "higher here", "does not hold"]
     monkeypatch.setattr(bounds, "recorded_on_gpus", lambda lesson: {"T4": {"time_ratio_one_by_one": 2.7}})
     row = bounds.claims(LESSON, measured, {})[1]
-    assert (row["recorded"], row["verdict"]) == ("T4 2.7", "holds")
+    assert (row["on a GPU"], row["verdict"]) == ("T4 2.7", "holds")
     with pytest.raises(ValueError, match="neither measured, predicted nor recorded"):
         bounds.claims(LESSON, {}, {})
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from notebooks import ROOT, lessons, printed, source, tags
 
 LESSONS = pytest.mark.parametrize("lesson", lessons(), ids=lambda lesson: lesson.name)

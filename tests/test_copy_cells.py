@@ -5,9 +5,9 @@ import io
 
 import pytest
 import torch
-from notebooks import lessons
 from torch.utils.data import DataLoader, Dataset
 
+from notebooks import lessons
 from tutorial_utils import measure
 
 BY_NAME = {lesson.name: lesson for lesson in lessons()}
@@ -73,8 +73,14 @@ def test_01_gradient_accumulation():
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
         loader = DataLoader(Ratings(count), batch_size=batch_size)
-        train_epoch(model, optimizer, scheduler, ({**b, "labels": b["labels"].double()} for b in loader),
-                    grad_accum_steps, max_norm=float("inf"))
+        train_epoch(
+            model,
+            optimizer,
+            scheduler,
+            ({**b, "labels": b["labels"].double()} for b in loader),
+            grad_accum_steps,
+            max_norm=float("inf"),
+        )
         return torch.cat([(b - p.detach()).flatten() for b, p in zip(before, model.parameters(), strict=True)])
 
     for batch_size, steps, count in ((4, 4, 16), (4, 4, 8), (4, 4, 14)):
@@ -87,8 +93,9 @@ def test_01_gradient_accumulation():
         optimizer = torch.optim.AdamW(model.parameters())
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
         loader = DataLoader(Ratings(64), batch_size=batch_size)
-        return measure.memory(lambda: train_epoch(model, optimizer, scheduler, loader, grad_accum_steps), model,
-                              optimizer).peak
+        return measure.memory(
+            lambda: train_epoch(model, optimizer, scheduler, loader, grad_accum_steps), model, optimizer
+        ).peak
 
     assert peak(8, 8) < 0.4 * peak(64, 1)
 

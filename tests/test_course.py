@@ -9,8 +9,12 @@ import pytest
 
 from tutorial_utils import bounds, machine
 
-FIGURES = {"baseline_peak_bytes": 1000, "activation_share": 0.8, "bert_large_to_t4": 0.675,
-           "state_bytes_per_parameter": 8.0}
+FIGURES = {
+    "baseline_peak_bytes": 1000,
+    "activation_share": 0.8,
+    "bert_large_to_t4": 0.675,
+    "state_bytes_per_parameter": 8.0,
+}
 COMPARE = f"""
 from tutorial_utils import bounds
 verdict = bounds.compare("00_memory_anatomy", {FIGURES}, {{"baseline_peak_bytes": 1000}})

@@ -2,13 +2,15 @@
 
 import dataclasses
 import sys
+from pathlib import Path
 
 import pytest
 
 from tutorial_utils import machine
 
-CPU = machine.Machine("CPU", "cpu", 24 * 2**30, 2, None, True, True, {"python": "3.11.7", "torch": "2.13.0",
-                                                                     "transformers": "5.23.0"})
+CPU = machine.Machine(
+    "CPU", "cpu", 24 * 2**30, 2, None, True, True, {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.23.0"}
+)
 T4 = dataclasses.replace(CPU, name="Tesla T4", device="cuda", memory=15 * 2**30, capability=(7, 5), bf16=False)
 P100 = dataclasses.replace(T4, name="Tesla P100-PCIE-16GB", capability=(6, 0), kernels=False)
 A100 = dataclasses.replace(T4, name="NVIDIA A100-SXM4-40GB", memory=40 * 2**30, capability=(8, 0), bf16=True)
@@ -25,8 +27,13 @@ def test_classes_slugs_and_presets():
     assert [m.backend for m in machines] == ["cpu", "cuda", "cuda", "cuda-bf16", "cuda-bf16"]
     assert [m.slug for m in machines[:3]] == ["cpu", "tesla-t4", "tesla-p100-pcie-16gb"]
     presets = [machine.preset(m) for m in machines]
-    assert [p.model for p in presets] == ["tiny", "bert-large-uncased", "tiny", "bert-large-uncased",
-                                          "bert-base-uncased"]
+    assert [p.model for p in presets] == [
+        "tiny",
+        "bert-large-uncased",
+        "tiny",
+        "bert-large-uncased",
+        "bert-base-uncased",
+    ]
 
 
 @pytest.mark.parametrize(("here", "words"), [(CPU, "No GPU"), (T4, "No bf16"), (P100, r"no kernels.*sm_60")])
@@ -48,8 +55,11 @@ def test_presets_fit_their_machines():
 
 @pytest.mark.parametrize(
     ("name", "version", "advice"),
-    [("torch", "2.10.1+cu128", "does not replace its torch"), ("transformers", "4.57.0", "pip install"),
-     ("python", "3.10.4", "newer image")],
+    [
+        ("torch", "2.10.1+cu128", "does not replace its torch"),
+        ("transformers", "4.57.0", "pip install"),
+        ("python", "3.10.4", "newer image"),
+    ],
 )
 def test_versions_below_the_range_are_named_with_what_to_do(name, version, advice):
     with pytest.raises(RuntimeError, match=f"{name} is .*need {machine.OLDEST[name]} or newer: .*{advice}"):
@@ -70,11 +80,11 @@ def test_an_install_pins_the_torch_that_is_there(monkeypatch):
     commands = []
 
     def run(command, check):
-        commands.append((command, open(command[command.index("--constraint") + 1]).read()))
+        commands.append((command, Path(command[command.index("--constraint") + 1]).read_text()))
 
     monkeypatch.setattr(machine.subprocess, "run", run)
     machine._install(["datasets"])
-    (command, constraint), = commands
+    ((command, constraint),) = commands
     assert command[0] == sys.executable and command[-1] == "datasets"
     assert constraint == f"torch=={torch.__version__}\n"
 

@@ -7,8 +7,8 @@ import tomllib
 
 import pytest
 import stamp
-from notebooks import ROOT
 
+from notebooks import ROOT
 from tutorial_utils import figures, measure
 
 PACKAGE = sorted((ROOT / "tutorial_utils").glob("*.py"))
@@ -22,7 +22,7 @@ def test_environment_equals_requirements():
     import yaml
 
     requirements = pins((ROOT / "requirements.txt").read_text().splitlines())
-    (conda,) = (d for d in yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"] if isinstance(d, dict))
+    *_, conda = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
     assert conda["pip"] == requirements
 
 

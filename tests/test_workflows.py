@@ -57,7 +57,8 @@ def test_gpu_runs_the_tests_and_uploads_reports():
     steps = [step for job in load(FOLDER / "gpu.yml")["jobs"].values() for step in job["steps"]]
     assert "make test" in [step.get("run") for step in steps], "gpu.yml: add the step `run: make test`"
     uploads = [
-        step for step in steps
+        step
+        for step in steps
         if step.get("uses", "").startswith("actions/upload-artifact@") and step["with"]["path"] == "reports/"
     ]
     assert uploads, "gpu.yml: upload reports/ with actions/upload-artifact"

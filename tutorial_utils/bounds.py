@@ -44,18 +44,31 @@ class Verdict:
         """Print "inside" for each figure. AssertionError, naming figures and bounds, if one is not."""
         outside = [b for b in self.bounds if not b.inside]
         if outside:
-            raise AssertionError("; ".join(
-                f"{self.lesson}: {b.figure} is {b.value:,.4g}, outside {b.low:,.4g} to {b.high:,.4g} "
-                f"({b.source}: {b.why})" for b in outside
-            ))
+            raise AssertionError(
+                "; ".join(
+                    f"{self.lesson}: {b.figure} is {b.value:,.4g}, outside {b.low:,.4g} to {b.high:,.4g} "
+                    f"({b.source}: {b.why})"
+                    for b in outside
+                )
+            )
         for bound in self.bounds:
             print(f"{bound.figure}: inside")
 
     def rows(self) -> list[dict]:
-        return [
-            {"figure": b.figure, "value": f"{b.value:,.4g}", "low": f"{b.low:,.4g}",
-             "high": f"{b.high:,.4g}", "bound by": b.source} for b in self.bounds
-        ]
+        from .figures import size
+
+        rows = []
+        for bound in self.bounds:
+            form = size if bound.figure.endswith("_bytes") else "{:.3g}".format
+            rows.append(
+                {
+                    "figure": bound.figure.removesuffix("_bytes").replace("_", " "),
+                    "value": form(bound.value),
+                    "bound": f"{form(bound.low)} to {form(bound.high)}",
+                    "by": bound.source,
+                }
+            )
+        return rows
 
     def _repr_html_(self):
         from .figures import Table
@@ -81,13 +94,18 @@ def compare(lesson: str, figures: dict[str, float], predicted: dict[str, float] 
     _report(lesson, figures, None)
     expected = tomllib.loads((FACTS / "bounds.toml").read_text()).get(lesson, {})
     if set(expected) != set(figures):
-        raise ValueError(f"{lesson} reports {sorted(figures)}; bounds.toml bounds {sorted(expected)}: "
-                         f"each figure needs its bound there")
+        raise ValueError(
+            f"{lesson} reports {sorted(figures)}; bounds.toml bounds {sorted(expected)}: "
+            f"each figure needs its bound there"
+        )
     recorded = _recorded(lesson, here, figures)
-    verdict = Verdict(lesson, [
-        _bound(name, value, expected[name], here.backend, recorded, predicted or {})
-        for name, value in figures.items()
-    ])
+    verdict = Verdict(
+        lesson,
+        [
+            _bound(name, value, expected[name], here.backend, recorded, predicted or {})
+            for name, value in figures.items()
+        ],
+    )
     _report(lesson, figures, all(bound.inside for bound in verdict.bounds))
     return verdict
 
@@ -100,8 +118,7 @@ def load(path: Path) -> dict:
         raise ValueError(f"{path.name} is not JSON ({error}): write it again with `make record`") from None
     for key in ("machine", "versions", "date", "lessons"):
         if key not in content:
-            raise ValueError(f"{path.name} has no {key!r}; it has {sorted(content)}: "
-                             f"write it again with `make record`")
+            raise ValueError(f"{path.name} has no {key!r}; it has {sorted(content)}: write it again with `make record`")
     return content
 
 
@@ -132,8 +149,10 @@ def _recorded(lesson: str, here, figures) -> dict[str, float]:
     values = content["lessons"][lesson]["figures"]
     for name in figures:
         if name not in values:
-            raise ValueError(f"{path.name} has no figure {name!r} for {lesson}; it has {sorted(values)}: "
-                             f"write it again with `make record`")
+            raise ValueError(
+                f"{path.name} has no figure {name!r} for {lesson}; it has {sorted(values)}: "
+                f"write it again with `make record`"
+            )
     return values
 
 
@@ -144,8 +163,9 @@ def _bound(name, value, expected, backend, recorded, predicted) -> Bound:
             if name in values:
                 slack = expected[f"{source}_tolerance"] * values[name]
                 return Bound(name, value, values[name] - slack, values[name] + slack, source, why)
-        raise ValueError(f"{name} is in bytes and this machine has no recording of it: "
-                         f"pass its prediction in `predicted`")
+        raise ValueError(
+            f"{name} is in bytes and this machine has no recording of it: pass its prediction in `predicted`"
+        )
     low, high = expected[backend]
     return Bound(name, value, low, high, backend, why)
 
@@ -178,9 +198,7 @@ def claims(lesson: str, measured: dict[str, float], predicted: dict[str, float])
         if claim["lesson"] != lesson:
             continue
         name, claimed = claim["figure"], claim["claimed"]
-        recorded = {
-            gpu: figures[name] for gpu, figures in recorded_on_gpus(lesson).items() if name in figures
-        }
+        recorded = {gpu: figures[name] for gpu, figures in recorded_on_gpus(lesson).items() if name in figures}
         evidence = [*recorded.values(), *(v[name] for v in (predicted, measured) if name in v)]
         if not evidence:
             raise ValueError(f"claim on {name!r}: neither measured, predicted nor recorded")
@@ -190,17 +208,18 @@ def claims(lesson: str, measured: dict[str, float], predicted: dict[str, float])
             verdict = "holds"
         else:
             verdict = "lower here" if evidence[0] < claimed else "higher here"
-        rows.append({
-            "source": claim["source"],
-            "claim": claim["claim"],
-            "claimed": f"{claimed:.3g}",
-            "measured here": _shown(measured.get(name)),
-            "predicted": _shown(predicted.get(name)),
-            "recorded": ", ".join(f"{gpu} {value:.3g}" for gpu, value in recorded.items()) or "not yet",
-            "verdict": verdict,
-        })
+        here = [
+            f"{values[name]:.3g} {how}"
+            for how, values in (("measured", measured), ("predicted", predicted))
+            if name in values
+        ]
+        rows.append(
+            {
+                "claim": f"{claim['claim']} ({claim['source']})",
+                "claimed": f"{claimed:.3g}",
+                "here": ", ".join(here),
+                "on a GPU": ", ".join(f"{gpu} {value:.3g}" for gpu, value in recorded.items()) or "not yet",
+                "verdict": verdict,
+            }
+        )
     return rows
-
-
-def _shown(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g}"

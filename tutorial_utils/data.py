@@ -62,9 +62,7 @@ def load(source: str = "docstrings", text: str = "text", label: str = "label") -
         return _hub(source.removeprefix("hub:"), text, label)
     if source.endswith(".csv"):
         return _csv(Path(source), text, label)
-    raise ValueError(
-        f'source was {source!r}; accepted: "docstrings", "hub:owner/name", or the path of a .csv file'
-    )
+    raise ValueError(f'source was {source!r}; accepted: "docstrings", "hub:owner/name", or the path of a .csv file')
 
 
 def tokenizer():
@@ -96,13 +94,12 @@ def encode(rows, tokenizer, length: int | None = None) -> list[dict]:
             )
     names = list(encoded)
     columns = zip(*(encoded[name] for name in names))
-    return [
-        dict(zip(names, values), labels=row["label"]) for values, row in zip(columns, rows)
-    ]
+    return [dict(zip(names, values), labels=row["label"]) for values, row in zip(columns, rows)]
 
 
-def loader(rows, tokenizer, batch_size: int, length: int | None = None, padding="longest",
-           shuffle: bool = False, seed: int = 0):
+def loader(
+    rows, tokenizer, batch_size: int, length: int | None = None, padding="longest", shuffle: bool = False, seed: int = 0
+):
     """A DataLoader of padded batches (tensors of shape batch × length) of `rows`.
 
     padding: "longest" (of each batch) or "max_length" (every batch to `length`).
@@ -215,8 +212,10 @@ def _csv(path: Path, text: str, label: str) -> Corpus:
         columns = reader.fieldnames or []
         for name in (text, label):
             if name not in columns:
-                raise ValueError(f"{path.name} has no column {name!r}; it has {columns}. "
-                                 f"Name the two to use: load(path, text=…, label=…)")
+                raise ValueError(
+                    f"{path.name} has no column {name!r}; it has {columns}. "
+                    f"Name the two to use: load(path, text=…, label=…)"
+                )
         rows = [(row[text], row[label]) for row in reader]
     return _from_pairs(rows, path.name)
 
@@ -239,8 +238,10 @@ def _hub(name: str, text: str, label: str) -> Corpus:
     train = splits["train"]
     for column in (text, label):
         if column not in train.column_names:
-            raise ValueError(f"{name} has no column {column!r}; it has {train.column_names}. "
-                             f"Name the two to use: load(source, text=…, label=…)")
+            raise ValueError(
+                f"{name} has no column {column!r}; it has {train.column_names}. "
+                f"Name the two to use: load(source, text=…, label=…)"
+            )
     if not isinstance(train.features[label], ClassLabel):
         splits = splits.class_encode_column(label)
     splits = splits.rename_columns({k: v for k, v in ((text, "text"), (label, "label")) if k != v})

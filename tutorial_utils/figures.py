@@ -6,8 +6,9 @@ and are narrow enough for a phone.
 
 import html
 import io
+import itertools
 
-from .measure import PHASES, ROLES, GiB, Memory, MiB
+from .measure import ROLES, GiB, Memory, MiB
 
 COLOURS = dict(zip(ROLES, ("#4a7fb5", "#d9623b", "#b08a1e", "#8e6bbf", "#3f9a5f", "#909090")))
 _TEXT = "#787878"
@@ -22,7 +23,8 @@ class Table:
 
     def _repr_html_(self) -> str:
         def line(cells, tag):
-            cells = "".join(f'<{tag} style="text-align:left">{html.escape(str(c))}</{tag}>' for c in cells)
+            style = "text-align:left;white-space:normal;padding:3px 5px"
+            cells = "".join(f'<{tag} style="{style}">{html.escape(str(c))}</{tag}>' for c in cells)
             return f"<tr>{cells}</tr>"
 
         body = "".join(line(row.values(), "td") for row in self.rows)
@@ -31,9 +33,7 @@ class Table:
     def __str__(self) -> str:
         lines = [self.columns, *([str(cell) for cell in row.values()] for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines
-        )
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
 
     __repr__ = __str__
 
@@ -46,8 +46,7 @@ def size(count: float) -> str:
 def memory_table(reports: dict[str, Memory]) -> Table:
     """A row for each role and the peak, a column for each report."""
     rows = [
-        {"at the peak": role, **{name: size(report.parts[role]) for name, report in reports.items()}}
-        for role in ROLES
+        {"at the peak": role, **{name: size(report.parts[role]) for name, report in reports.items()}} for role in ROLES
     ]
     rows.append({"at the peak": "peak", **{name: size(r.peak) for name, r in reports.items()}})
     for name, note in (("allocated", "allocated (CUDA)"), ("reserved", "reserved (CUDA)")):
@@ -71,13 +70,20 @@ def memory_bars(reports: dict[str, Memory], card: int | None = None, card_name: 
             axes.barh(names, widths, left=left, color=COLOURS[role], label=role, height=0.65)
         left = [start + width for start, width in zip(left, widths)]
     for position, total in enumerate(left):
-        axes.annotate(f"{total:.3g}", (total, position), (3, 0), textcoords="offset points",
-                      va="center", color=_TEXT)
+        axes.annotate(f"{total:.3g}", (total, position), (3, 0), textcoords="offset points", va="center", color=_TEXT)
     axes.margins(x=0.12)
     if card is not None:
         axes.axvline(card / scale, color=_TEXT, linestyle="--")
-        axes.annotate(card_name, (card / scale, 1.0), (0, 3), xycoords=("data", "axes fraction"),
-                      textcoords="offset points", ha="center", va="bottom", color=_TEXT)
+        axes.annotate(
+            card_name,
+            (card / scale, 1.0),
+            (0, 3),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            color=_TEXT,
+        )
     axes.invert_yaxis()
     axes.set_xlabel(f"tensor memory at the peak, {unit}")
     _legend(axes)
@@ -90,8 +96,8 @@ def timeline(report: Memory):
     if axes is None:
         return
     scale, unit = _scale(report.peak)
-    # The highest moment of each of 600 stretches, so that no short peak is lost between pixels.
-    stride = -(-len(report.timeline) // 600)
+    # The highest moment of each of 200 stretches, so that no short peak is lost between pixels.
+    stride = -(-len(report.timeline) // 200)
     moments = [
         max(range(start, min(start + stride, len(report.timeline))), key=lambda i: sum(report.timeline[i]))
         for start in range(0, len(report.timeline), stride)
@@ -104,13 +110,23 @@ def timeline(report: Memory):
         colors=[COLOURS[role] for role, _ in shown],
         labels=[role for role, _ in shown],
         linewidth=0,
+        step="mid",
     )
-    for phase in PHASES:
-        places = [i for i, each in enumerate(report.phases) if each == phase]
-        if places:
-            axes.axvline(places[-1], color=_TEXT, linestyle=":", linewidth=1)
-            axes.annotate(phase, (sum(places) / len(places), 1.0), (0, 3), ha="center", va="bottom",
-                          xycoords=("data", "axes fraction"), textcoords="offset points", color=_TEXT)
+    for phase, run in itertools.groupby(range(1, len(report.phases)), key=report.phases.__getitem__):
+        places = list(run)
+        start, end = places[0], places[-1]
+        if len(places) > 0.12 * len(report.phases):  # room for its name
+            axes.axvline(end, color=_TEXT, linestyle=":", linewidth=1)
+            axes.annotate(
+                phase,
+                ((start + end) / 2, 1.0),
+                (0, 3),
+                ha="center",
+                va="bottom",
+                xycoords=("data", "axes fraction"),
+                textcoords="offset points",
+                color=_TEXT,
+            )
     axes.set_xlim(0, len(report.timeline) - 1)
     axes.set_xlabel("operations of one training step")
     axes.set_ylabel(f"tensor memory, {unit}")

@@ -89,11 +89,15 @@ def start(network: bool = False) -> Machine:
     if missing and network:
         _install(missing)
     elif missing:
-        print(f"Not installed: {', '.join(missing)}. Cells that use them will not run; "
-              f"with a network, set NETWORK = True above")
+        print(
+            f"Not installed: {', '.join(missing)}. Cells that use them will not run; "
+            f"with a network, set NETWORK = True above"
+        )
     _quiet()
-    print(f"{here.name}, {here.memory / GiB:.0f} GiB, {here.cores} cores; "
-          + ", ".join(f"{name} {version}" for name, version in here.versions.items()))
+    print(
+        f"{here.name}, {here.memory / GiB:.0f} GiB, {here.cores} cores; "
+        + ", ".join(f"{name} {version}" for name, version in here.versions.items())
+    )
     for line in limits(here):
         print(line)
     return here
@@ -106,8 +110,10 @@ def limits(here: Machine) -> list[str]:
         lines.append("No GPU: lessons run at a small size, and predict the real sizes.")
     if here.device == "cuda" and not here.kernels:
         major, minor = here.capability
-        lines.append(f"This build of torch has no kernels for this GPU (sm_{major}{minor}): "
-                     f"choose another accelerator, or a build of torch made for it.")
+        lines.append(
+            f"This build of torch has no kernels for this GPU (sm_{major}{minor}): "
+            f"choose another accelerator, or a build of torch made for it."
+        )
     if here.device == "cuda" and not here.bf16:
         lines.append("No bf16 in hardware: use fp16 with a GradScaler.")
     return lines
@@ -137,8 +143,10 @@ def reserved_limit(size: int, context: int):
 
     total = torch.cuda.get_device_properties(0).total_memory
     if not 0 < size - context <= total:
-        raise ValueError(f"size was {size:,} with a context of {context:,} bytes; "
-                         f"accepted: more than the context, up to this card's {total:,}")
+        raise ValueError(
+            f"size was {size:,} with a context of {context:,} bytes; "
+            f"accepted: more than the context, up to this card's {total:,}"
+        )
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((size - context) / total)
     try:

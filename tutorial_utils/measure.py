@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 MiB, GiB = 2**20, 2**30
 ROLES = ("weights", "gradients", "optimizer state", "inputs", "activations", "temporary")
-PHASES = ("forward", "backward", "optimizer")
 
 
 @dataclass
@@ -26,8 +25,9 @@ class Memory:
 
     peak: the highest tensor memory. parts: bytes by role at that moment; they sum to the peak.
     timeline: bytes by role (in the order of ROLES) after each operation; phases: what each was
-    part of. On CUDA, peak is the allocator's requested_bytes; allocated adds its rounding and the
-    cuBLAS workspace, reserved what it holds; both are None elsewhere.
+    part of ("start", "forward", "backward" or "optimizer").
+    On CUDA, peak is the allocator's requested_bytes; allocated adds its rounding and the cuBLAS
+    workspace, reserved is what it holds in all. Both are None elsewhere.
     """
 
     peak: int
@@ -125,9 +125,7 @@ class Tracker(TorchDispatchMode):
             return args[0].fake_device
         result = func(*args, **(kwargs or {}))
         in_backward = torch._C._current_graph_task_id() != -1
-        self._phases.append(
-            "optimizer" if self._stepping else "backward" if in_backward else "forward"
-        )
+        self._phases.append("optimizer" if self._stepping else "backward" if in_backward else "forward")
         # Gradients are off in backward, unless checkpointing computes the forward pass again.
         role = "activations" if in_backward and torch.is_grad_enabled() else "temporary"
         for tensor in tree_leaves(result):

@@ -93,7 +93,7 @@ def _cuda_semantics():
     Functions are replaced, not a mode entered: a mode would not be in force while checkpointing
     computes the forward pass again.
     """
-    dropout, attention = torch.nn.functional.dropout, torch.nn.functional.scaled_dot_product_attention
+    dropout = torch.nn.functional.dropout
 
     def cuda_dropout(input, p=0.5, training=True, inplace=False):
         if not training or p == 0 or inplace:
