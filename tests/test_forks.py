@@ -1,0 +1,148 @@
+"""A lesson alone in a folder, in another environment, without a network; and twice in a row.
+
+One lesson a run, chosen by the commit; all of them with COURSE_TEST_ALL=1 (make test-all).
+"""
+
+import os
+import shutil
+import subprocess
+import sysconfig
+import venv
+from pathlib import Path
+
+import course
+import kit
+import nbformat
+import pytest
+
+from notebooks import LESSONS, ROOT
+
+EVERY = bool(os.environ.get("COURSE_TEST_ALL"))
+
+
+def chosen(lessons):
+    if EVERY or not lessons:
+        return lessons
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return [lessons[int(commit or "0", 16) % len(lessons)]]
+
+
+# Run by the other environment: cut the network if it can be cut, then execute the notebook here.
+EXECUTE = """
+import fcntl, socket, struct, sys
+if "cut" in sys.argv:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        fcntl.ioctl(control, 0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS: loopback up
+    assert [name for _, name in socket.if_nameindex()] == ["lo"]
+import nbformat
+from nbclient import NotebookClient
+notebook = nbformat.read(sys.argv[1], as_version=4)
+NotebookClient(notebook, timeout=300, kernel_name="python3", extra_arguments=["--log-level=ERROR"]).execute()
+print("executed")
+"""
+# What the other environment's interpreters do at their start: note every address that is asked for.
+WATCH = """
+import os, sys
+def watch(event, arguments):
+    if event in ("socket.getaddrinfo", "socket.connect"):
+        address = str(arguments[0] if event == "socket.getaddrinfo" else arguments[1])
+        if not any(local in address for local in ("127.0.0.1", "localhost", "::1")):
+            with open({log!r}, "a") as file:
+                file.write(f"{{event}} {{address}}\\n")
+sys.addaudithook(watch)
+"""
+
+
+@pytest.fixture(scope="module")
+def other_environment(tmp_path_factory):
+    """(python of an environment that has the libraries and not the course, its log of addresses)."""
+    folder = tmp_path_factory.mktemp("platform")
+    venv.create(folder, with_pip=True, symlinks=True)
+    python = folder / "bin" / "python"
+    site = Path(subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+                               capture_output=True, text=True, check=True).stdout.strip())  # fmt: skip
+    log = folder / "addresses.log"
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (site / "sitecustomize.py").write_text(WATCH.format(log=str(log)))
+    return python, log
+
+
+def without_network() -> list[str]:
+    """The command prefix that cuts the network, or nothing where the machine does not allow it."""
+    for prefix in (["unshare", "-n"], ["unshare", "-rn"]):
+        if shutil.which("unshare") and subprocess.run([*prefix, "true"], capture_output=True).returncode == 0:
+            return prefix
+    return []
+
+
+def execute(python, notebook: Path, folder: Path, **variables):
+    prefix = without_network()
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "COURSE_KIT", "COURSE_BOUNDS")}
+    return subprocess.run(
+        [*prefix, str(python), "-c", EXECUTE, str(notebook), *(["cut"] if prefix else [])],
+        cwd=folder, env=clean | variables, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(not without_network(), reason="this machine allows no namespace without a network")
+@pytest.mark.parametrize("lesson", LESSONS if EVERY else LESSONS[1:2], ids=lambda path: path.stem)
+def test_a_fork_with_only_the_kit_attached_and_no_network(lesson, other_environment, tmp_path):
+    python, log = other_environment
+    attached = kit.build(tmp_path / "attached" / "small-gpu-course")
+    assert {p.suffix for p in attached.iterdir()} >= {".whl"}
+    assert {p.name for p in (attached / "tiny").iterdir()} >= {"model.safetensors", "tokenizer.json", "config.json"}
+    fork = tmp_path / "fork"
+    fork.mkdir()
+    shutil.copy(lesson, fork)
+    torch_before = subprocess.run([python, "-c", "import torch; print(torch.__file__)"], capture_output=True).stdout
+    subprocess.run([python, "-m", "pip", "uninstall", "-qy", "tutorial_utils"], capture_output=True)
+    done = execute(python, fork / lesson.name, fork, COURSE_KIT=str(tmp_path / "attached"))
+    assert "executed" in done.stdout, done.stdout + done.stderr
+    assert not log.exists(), f"the network was tried unasked: {log.read_text()}"
+    assert (
+        torch_before
+        == subprocess.run([python, "-c", "import torch; print(torch.__file__)"], capture_output=True).stdout
+    )
+    assert [p.name for p in fork.iterdir()] == [lesson.name], "the lesson left something in its folder"
+
+
+def test_the_watch_on_addresses_can_fail(other_environment):
+    python, log = other_environment
+    subprocess.run([python, "-c", "import socket; socket.getaddrinfo('example.invalid', 80)"], capture_output=True)
+    assert "example.invalid" in log.read_text()
+    log.unlink()
+
+
+def setup_alone(folder: Path) -> Path:
+    cell = nbformat.v4.new_code_cell((ROOT / "scripts" / "setup_cell.py").read_text())
+    path = folder / "setup.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), path)
+    return path
+
+
+def test_setup_finds_the_course_beside_the_notebook(other_environment, tmp_path):
+    python, _ = other_environment
+    subprocess.run([python, "-m", "pip", "uninstall", "-qy", "tutorial_utils"], capture_output=True)
+    (tmp_path / "lessons").mkdir()
+    (tmp_path / "tutorial_utils").symlink_to(ROOT / "tutorial_utils")
+    done = execute(python, setup_alone(tmp_path / "lessons"), tmp_path / "lessons", COURSE_KIT=str(tmp_path / "none"))
+    assert "executed" in done.stdout, done.stderr
+
+
+def test_setup_says_what_to_do_where_the_course_is_nowhere(other_environment, tmp_path):
+    python, _ = other_environment
+    subprocess.run([python, "-m", "pip", "uninstall", "-qy", "tutorial_utils"], capture_output=True)
+    done = execute(python, setup_alone(tmp_path), tmp_path, COURSE_KIT=str(tmp_path / "none"))
+    assert "executed" not in done.stdout
+    assert "ModuleNotFoundError: tutorial_utils: attach the offline kit or put it beside this file" in done.stderr
+
+
+@pytest.mark.parametrize("lesson", chosen(LESSONS), ids=lambda path: path.stem)
+def test_twice_in_a_row_in_the_same_kernel(lesson, tmp_path):
+    notebook = nbformat.read(lesson, as_version=4)
+    again = [nbformat.from_dict(dict(cell, id=f"again-{number}")) for number, cell in enumerate(notebook.cells)]
+    notebook.cells += again
+    path = tmp_path / lesson.name
+    nbformat.write(notebook, path)
+    result = course.run_lesson(path)
+    assert result["status"] == "passed", result["reason"]
