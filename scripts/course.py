@@ -107,16 +107,23 @@ def _in_process(path, folder, environment, keep) -> str:
 
 
 def run_cells(path: Path):
-    """The code cells of a notebook in this process. One that lacks an optional package is left out."""
-    namespace = {"__name__": "__main__"}
+    """The code cells of a notebook in this process.
+
+    A cell that lacks an optional package is left out, and so are those of its section that then miss its names.
+    """
+    namespace, left_out = {"__name__": "__main__"}, set()
     for number, cell in enumerate(json.loads(path.read_text())["cells"]):
         if cell["cell_type"] != "code":
             continue
+        tags = set(cell["metadata"].get("tags", []))
         tree = ast.parse("".join(cell["source"]))
         try:
             # "single" shows the value of an expression, as a notebook does.
             exec(compile(ast.Interactive(tree.body), f"<cell {number}>", "single"), namespace)
-        except ImportError as error:
+        except (ImportError, NameError) as error:
+            if isinstance(error, NameError) and not tags & left_out:
+                raise
+            left_out |= tags
             print(f"cell {number} left out: {error}".splitlines()[0])
 
 

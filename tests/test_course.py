@@ -111,11 +111,22 @@ def test_recording(small_course, monkeypatch, jupyter):
     assert content["machine"]["name"] and content["versions"]["torch"] and content["date"]
 
 
-def test_without_jupyter_a_cell_that_lacks_a_package_is_left_out(tmp_path, capsys):
-    write(tmp_path, "05_cells", "import no_such_package", "x = 1\nx + 1", "print('the end')")
-    course.run_cells(tmp_path / "05_cells.ipynb")
+def test_without_jupyter_cells_that_lack_a_package_are_left_out(tmp_path, capsys):
+    cells = [
+        nbformat.v4.new_code_cell("import no_such_package", metadata={"tags": ["trainer"]}),
+        nbformat.v4.new_code_cell("no_such_package.x", metadata={"tags": ["trainer"]}),
+        nbformat.v4.new_code_cell("x = 1\nx + 1"),
+        nbformat.v4.new_code_cell("no_such_name"),
+    ]
+    path = tmp_path / "05_cells.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    with pytest.raises(NameError, match="no_such_name"):
+        course.run_cells(path)
     assert capsys.readouterr().out.splitlines() == [
-        "cell 0 left out: No module named 'no_such_package'", "2", "the end"]  # fmt: skip
+        "cell 0 left out: No module named 'no_such_package'",
+        "cell 1 left out: name 'no_such_package' is not defined",
+        "2",
+    ]
 
 
 def test_a_lesson_re_run_in_place_is_not_overwritten_by_a_failure(small_course):

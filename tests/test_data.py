@@ -86,7 +86,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line_and_the_docstrings(monkeypatch
     monkeypatch.setattr(machine, "hub_reachable", lambda: False)
     started = time.perf_counter()
     corpus = data.load("hub:stanfordnlp/imdb")
-    assert time.perf_counter() - started < 20
+    assert time.perf_counter() - started < 10
     assert corpus.source == "docstrings"
     lines = capsys.readouterr().out.strip().splitlines()
     assert lines[-1] == ("stanfordnlp/imdb: the hub cannot be reached and its cache has no copy; "

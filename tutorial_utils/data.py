@@ -15,8 +15,10 @@ import shutil
 import sysconfig
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 LIBRARIES = ("python", "numpy", "torch", "transformers")
 TINY = Path(__file__).parent / "tiny"
@@ -221,13 +223,17 @@ def _csv(path: Path, text: str, label: str) -> Corpus:
 
 
 def _hub(name: str, text: str, label: str) -> Corpus:
-    from datasets import ClassLabel, DownloadConfig, load_dataset
+    import datasets
+    import huggingface_hub
 
     from .machine import hub_reachable
 
     offline = not hub_reachable()
     try:
-        splits = load_dataset(name, download_config=DownloadConfig(local_files_only=offline))
+        with ExitStack() as stack:  # offline, the libraries look into their cache and do not retry
+            for settings in (datasets.config, huggingface_hub.constants) if offline else ():
+                stack.enter_context(patch.object(settings, "HF_HUB_OFFLINE", True))
+            splits = datasets.load_dataset(name)
     except Exception:
         if not offline:
             raise
@@ -242,7 +248,7 @@ def _hub(name: str, text: str, label: str) -> Corpus:
                 f"{name} has no column {column!r}; it has {train.column_names}. "
                 f"Name the two to use: load(source, text=…, label=…)"
             )
-    if not isinstance(train.features[label], ClassLabel):
+    if not isinstance(train.features[label], datasets.ClassLabel):
         splits = splits.class_encode_column(label)
     splits = splits.rename_columns({k: v for k, v in ((text, "text"), (label, "label")) if k != v})
     splits = splits.select_columns(["text", "label"])
