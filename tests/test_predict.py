@@ -69,6 +69,28 @@ def fake_parameters(settings):
         return list(models.untrained(settings).parameters())
 
 
+def test_torchscript_functions_are_run_as_python(monkeypatch):
+    """As DeBERTa has them in transformers 5.17: fake tensors fail in the TorchScript interpreter."""
+    import transformers.models.deberta_v2.modeling_deberta_v2 as deberta
+
+    called = []
+
+    def scaled(function):
+        def python(query_layer, scale_factor: int):
+            called.append(True)
+            return function(query_layer, scale_factor)
+
+        return python
+
+    before = predict.step_memory("deberta-v3-base", 2, 32).peak
+    scripted = torch.jit.script(torch.nn.functional.relu)  # any ScriptFunction
+    original = deberta.scaled_size_sqrt
+    scripted._torchdynamo_inline = scaled(getattr(original, "_torchdynamo_inline", original))
+    monkeypatch.setattr(deberta, "scaled_size_sqrt", scripted)
+    assert predict.step_memory("deberta-v3-base", 2, 32).peak == before and called
+    assert deberta.scaled_size_sqrt is scripted
+
+
 def test_dropout_and_attention_are_put_back():
     before = torch.nn.functional.dropout, torch.nn.functional.scaled_dot_product_attention
     with pytest.raises(torch.OutOfMemoryError):

@@ -5,6 +5,7 @@ only: nothing is allocated or computed. `measure.Tracker` follows the storages a
 """
 
 import gc
+import sys
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
@@ -51,6 +52,7 @@ def step_memory(
             gc.disable()
             stack.callback(gc.enable)
         network = models.untrained(settings, attention).train()
+        stack.enter_context(_without_torchscript(network))
         foreach = device == "cuda"  # torch's own default there; it would not choose it for fake tensors
         chosen = OPTIMIZERS[optimizer](network.parameters(), lr=1e-3, foreach=foreach)
         for parameter in network.parameters():
@@ -88,6 +90,20 @@ def _check(settings, batch, length, optimizer, accumulate, device):
         raise ValueError(f"optimizer was {optimizer!r}; accepted: {', '.join(OPTIMIZERS)}")
     if device not in ("cuda", "cpu"):
         raise ValueError(f'device was {device!r}; accepted: "cuda" or "cpu"')
+
+
+@contextmanager
+def _without_torchscript(network):
+    """Run the Python that scripted functions were made from: TorchScript cannot see fake tensors.
+
+    DeBERTa has such functions in the older of the supported transformers.
+    """
+    with ExitStack() as stack:
+        for module in {sys.modules[type(part).__module__] for part in network.modules()}:
+            for name, function in list(vars(module).items()):
+                if isinstance(function, torch.jit.ScriptFunction):
+                    stack.enter_context(patch.object(module, name, function._torchdynamo_inline))
+        yield
 
 
 @contextmanager
