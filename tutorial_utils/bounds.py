@@ -193,7 +193,7 @@ def claims(lesson: str, measured: dict[str, float], predicted: dict[str, float])
     The verdict is on the strongest evidence: a recording on a GPU, else the prediction, else what
     was measured here. It holds within a fifth of the claim. ValueError where there is no evidence.
     """
-    rows = []
+    rows, bounded = [], tomllib.loads((FACTS / "bounds.toml").read_text()).get(lesson, {})
     for claim in tomllib.loads((FACTS / "claims.toml").read_text()).values():
         if claim["lesson"] != lesson:
             continue
@@ -218,7 +218,8 @@ def claims(lesson: str, measured: dict[str, float], predicted: dict[str, float])
                 "claim": f"{claim['claim']} ({claim['source']})",
                 "claimed": f"{claimed:.3g}",
                 "here": ", ".join(here),
-                "on a GPU": ", ".join(f"{gpu} {value:.3g}" for gpu, value in recorded.items()) or "not yet",
+                "on a GPU": ", ".join(f"{gpu} {value:.3g}" for gpu, value in recorded.items())
+                or ("not yet" if name in bounded else "prediction only"),
                 "verdict": verdict,
             }
         )

@@ -115,7 +115,7 @@ def timeline(report: Memory):
     for phase, run in itertools.groupby(range(1, len(report.phases)), key=report.phases.__getitem__):
         places = list(run)
         start, end = places[0], places[-1]
-        if len(places) > 0.12 * len(report.phases):  # room for its name
+        if len(places) > 0.15 * len(report.phases):  # room for its name
             axes.axvline(end, color=_TEXT, linestyle=":", linewidth=1)
             axes.annotate(
                 phase,

@@ -21,7 +21,10 @@ NEEDED = ("datasets", "accelerate", "matplotlib")  # beside torch and transforme
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts that lessons and bounds depend on. memory: bytes of the GPU, or of main memory."""
+    """The facts that lessons and bounds depend on. memory: bytes of the GPU, or of main memory.
+
+    device: where the lessons run; "cpu" also for a GPU that this build of torch has no kernels for.
+    """
 
     name: str
     device: str  # "cuda" or "cpu"
@@ -64,16 +67,10 @@ def facts() -> Machine:
         return Machine("CPU", "cpu", _main_memory(), cores, None, True, True, versions)
     properties = torch.cuda.get_device_properties(0)
     capability = (properties.major, properties.minor)
-    return Machine(
-        properties.name,
-        "cuda",
-        properties.total_memory,
-        cores,
-        capability,
-        torch.cuda.is_bf16_supported(including_emulation=False),
-        _has_kernels(capability, torch.cuda.get_arch_list()),
-        versions,
-    )
+    if not _has_kernels(capability, torch.cuda.get_arch_list()):
+        return Machine(properties.name, "cpu", _main_memory(), cores, capability, True, False, versions)
+    bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return Machine(properties.name, "cuda", properties.total_memory, cores, capability, bf16, True, versions)
 
 
 def start(network: bool = False) -> Machine:
@@ -81,6 +78,7 @@ def start(network: bool = False) -> Machine:
 
     torch is never replaced. RuntimeError where Python, torch or transformers is too old.
     """
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # of several GPUs, or the Trainer would split each batch
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of an old GPU that torch has no kernels for: said below
         here = facts()
@@ -106,14 +104,14 @@ def start(network: bool = False) -> Machine:
 def limits(here: Machine) -> list[str]:
     """What this machine cannot do, a line each."""
     lines = []
-    if here.device == "cpu":
-        lines.append("No GPU: lessons run at a small size, and predict the real sizes.")
-    if here.device == "cuda" and not here.kernels:
+    if not here.kernels:
         major, minor = here.capability
         lines.append(
-            f"This build of torch has no kernels for this GPU (sm_{major}{minor}): "
-            f"choose another accelerator, or a build of torch made for it."
+            f"This build of torch has no kernels for this GPU (sm_{major}{minor}): choose another "
+            f"accelerator, or a build of torch made for it. Until then the lessons run on the CPU."
         )
+    elif here.device == "cpu":
+        lines.append("No GPU: lessons run at a small size, and predict the real sizes.")
     if here.device == "cuda" and not here.bf16:
         lines.append("No bf16 in hardware: use fp16 with a GradScaler.")
     return lines
@@ -121,11 +119,11 @@ def limits(here: Machine) -> list[str]:
 
 def preset(here: Machine) -> Preset:
     """The largest of the course's sizes that leaves a third of this machine's memory free."""
-    if here.device == "cpu" or not here.kernels:
+    if here.device == "cpu":
         return Preset("tiny", "pretrained", 32, 128)
     if here.memory > 14 * GiB:
         return Preset("bert-large-uncased", "random", 32, 128)
-    return Preset("bert-base-uncased", "random", 16, 128)
+    return Preset("bert-base-uncased", "random", 32, 128)
 
 
 def card(name: str) -> int:

@@ -26,8 +26,9 @@ class Memory:
     peak: the highest tensor memory. parts: bytes by role at that moment; they sum to the peak.
     timeline: bytes by role (in the order of ROLES) after each operation; phases: what each was
     part of ("start", "forward", "backward" or "optimizer").
-    On CUDA, peak is the allocator's requested_bytes; allocated adds its rounding and the cuBLAS
-    workspace, reserved is what it holds in all. Both are None elsewhere.
+    On CUDA, peak is the allocator's requested_bytes, less what else lives in this process. allocated
+    adds rounding and the cuBLAS workspace, reserved is what the allocator holds in all; they are of
+    the whole process, and None elsewhere.
     """
 
     peak: int
@@ -56,6 +57,7 @@ def memory(step: Callable[[], object], model, optimizer=None, inputs=(), card: i
     with Tracker(model, optimizer, inputs, card) as tracker:
         known = tracker.bytes
         torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # or reserved would be that of an earlier, larger step
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_stats(device)
         step()
@@ -63,13 +65,11 @@ def memory(step: Callable[[], object], model, optimizer=None, inputs=(), card: i
         after = torch.cuda.memory_stats(device)
     report = tracker.report()
 
-    def peak_of(counter):  # less what else lives in this process, such as another model
-        return after[f"{counter}.all.peak"] - before[f"{counter}.all.current"] + known
-
     # What the allocator saw and the tracker did not are buffers inside kernels.
-    report.parts["temporary"] += peak_of("requested_bytes") - report.peak
-    report.peak = peak_of("requested_bytes")
-    report.allocated = peak_of("allocated_bytes")
+    peak = after["requested_bytes.all.peak"] - before["requested_bytes.all.current"] + known
+    report.parts["temporary"] += peak - report.peak
+    report.peak = peak
+    report.allocated = after["allocated_bytes.all.peak"]
     report.reserved = after["reserved_bytes.all.peak"]
     return report
 
