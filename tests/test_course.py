@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 
 import course
 import nbformat
@@ -9,11 +10,10 @@ import pytest
 
 from tutorial_utils import bounds, machine
 
+EXPECTED = tomllib.loads((bounds.FACTS / "bounds.toml").read_text())["00_memory_anatomy"]
 FIGURES = {
-    "baseline_peak_bytes": 1000,
-    "activation_share": 0.8,
-    "bert_large_to_t4": 0.675,
-    "state_bytes_per_parameter": 8.0,
+    name: 1000 if name.endswith("_bytes") else sum(bound[machine.facts().backend]) / 2
+    for name, bound in EXPECTED.items()
 }
 COMPARE = f"""
 from tutorial_utils import bounds
