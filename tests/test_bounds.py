@@ -134,7 +134,7 @@ def test_claims_get_their_verdicts(monkeypatch):
     assert [row["verdict"] for row in rows] == ["holds", "lower here", "higher here", "does not hold"]
     monkeypatch.setattr(bounds, "recorded_on_gpus", lambda lesson: {"T4": {"time_ratio_one_by_one": 2.7}})
     row = bounds.claims(LESSON, measured, {})[1]
-    assert (row["on a GPU"], row["verdict"]) == ("T4 2.7", "holds")
+    assert (row["GPU"], row["verdict"]) == ("T4 2.7", "holds")
     with pytest.raises(ValueError, match="neither measured, predicted nor recorded"):
         bounds.claims(LESSON, {}, {})
 

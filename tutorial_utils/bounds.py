@@ -191,7 +191,8 @@ def claims(lesson: str, measured: dict[str, float], predicted: dict[str, float])
 
     measured, predicted: by the figure's name; predicted is for the claim's own model and sizes.
     The verdict is on the strongest evidence: a recording on a GPU, else the prediction, else what
-    was measured here. It holds within a fifth of the claim. ValueError where there is no evidence.
+    was measured here. It holds within a fifth of the claim. GPU is – for what lessons only predict.
+    ValueError where there is no evidence.
     """
     rows, bounded = [], tomllib.loads((FACTS / "bounds.toml").read_text()).get(lesson, {})
     for claim in tomllib.loads((FACTS / "claims.toml").read_text()).values():
@@ -218,8 +219,8 @@ def claims(lesson: str, measured: dict[str, float], predicted: dict[str, float])
                 "claim": f"{claim['claim']} ({claim['source']})",
                 "claimed": f"{claimed:.3g}",
                 "here": ", ".join(here),
-                "on a GPU": ", ".join(f"{gpu} {value:.3g}" for gpu, value in recorded.items())
-                or ("not yet" if name in bounded else "prediction only"),
+                "GPU": ", ".join(f"{gpu} {value:.3g}" for gpu, value in recorded.items())
+                or ("not yet" if name in bounded else "–"),
                 "verdict": verdict,
             }
         )

@@ -23,7 +23,7 @@ class Table:
 
     def _repr_html_(self) -> str:
         def line(cells, tag):
-            style = "text-align:left;white-space:normal;padding:3px 5px"
+            style = "text-align:left;white-space:normal;padding:3px"
             cells = "".join(f'<{tag} style="{style}">{html.escape(str(c))}</{tag}>' for c in cells)
             return f"<tr>{cells}</tr>"
 
