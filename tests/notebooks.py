@@ -1,6 +1,9 @@
-"""The lessons as the tests read them."""
+"""The lessons as the tests read and run them."""
 
+import contextlib
+import io
 import json
+import symtable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,6 +29,59 @@ class Lesson:
         lines = (line for cell in self.cells if cell["cell_type"] == "markdown" for line in source(cell).splitlines())
         return [line.removeprefix("## ").strip() for line in lines if line.startswith("## ")]
 
+    def needed_for(self, tag: str) -> list[dict]:
+        """The cell with a tag, and before it those that define what it uses, and what they use."""
+        *before, last = self.code[: self.code.index(self.tagged(tag)[0]) + 1]
+        needed, (_, uses) = [last], names(source(last))
+        for cell in reversed(before):
+            defines, used = names(source(cell))
+            if defines & uses or "setup" in tags(cell):
+                needed.insert(0, cell)
+                uses = (uses - defines) | used
+        return needed
+
+
+def names(code: str) -> tuple[set[str], set[str]]:
+    """(the global names that a cell defines, those that it takes from the cells before it)"""
+    module = symtable.symtable(code, "<cell>", "exec")
+    defines = {s.get_name() for s in module.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
+    reads, tables = {s.get_name() for s in module.get_symbols() if s.is_referenced()}, module.get_children()
+    while tables:
+        table = tables.pop()
+        reads |= {s.get_name() for s in table.get_symbols() if s.is_global()}
+        tables += table.get_children()
+    return defines, reads - defines
+
+
+def copied(lesson: "Lesson") -> dict:
+    """What the copy cell defines when it runs alone in an empty namespace."""
+    namespace = {}
+    exec(compile(lesson.source("copy"), f"{lesson.name}: copy", "exec"), namespace)
+    return namespace
+
+
+def proof_fails(lesson: "Lesson", old: str, new: str):
+    """Run a lesson's proof with `old` replaced by `new` in the cells that it needs. It must fail, and only there."""
+    *before, proof = lesson.needed_for("proof")
+    before = [source(cell) for cell in before]
+    assert any(old in code for code in before), f"{lesson.name} has no {old!r}: change the fault with it"
+    namespace = {}
+    for code in before:
+        run(code.replace(old, new), namespace)
+    try:
+        run(source(proof), namespace)
+    except AssertionError:
+        return
+    raise AssertionError(f"{lesson.name}: with {new!r} in place of {old!r} the proof still holds")
+
+
+def run(code: str, namespace: dict) -> str:
+    """What the code printed."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(compile(code, "<cell>", "exec"), namespace)
+    return output.getvalue()
+
 
 def source(cell) -> str:
     return "".join(cell["source"])
@@ -46,3 +102,7 @@ def printed(cell) -> str:
 
 def lessons() -> list[Lesson]:
     return [Lesson(path) for path in LESSONS]
+
+
+def lesson(number: str) -> Lesson:
+    return next(found for found in lessons() if found.name.startswith(number))

@@ -1,5 +1,6 @@
 """Bounds hold, refuse, and name what is wrong; claims get their verdicts."""
 
+import dataclasses
 import json
 import tomllib
 
@@ -109,17 +110,20 @@ def test_every_bound_says_why_and_can_fail():
             if name.endswith("_bytes"):
                 assert 0 < bound["recorded_tolerance"] <= bound["predicted_tolerance"] <= 0.05
             else:
-                for backend in ("cpu", "cuda", "cuda-bf16"):
-                    low, high = bound[backend]
-                    assert 0 < low < high <= 25 * low, f"{lesson}.{name}.{backend} says nothing"
+                classes = [backend for backend in ("cpu", "cuda", "cuda-bf16") if backend in bound]
+                assert classes and set(bound) <= {"why", "needs", *classes}, f"{lesson}.{name}: {sorted(bound)}"
+                for low, high in map(bound.get, classes):
+                    assert 0 < low < high <= 25 * low, f"{lesson}.{name} says nothing"
 
 
 def test_recordings_are_whole():
     for content in bounds.recordings():
         assert set(content["lessons"]) <= {lesson.name for lesson in lessons()}
         for name, recorded in content["lessons"].items():
-            expected = tomllib.loads((bounds.FACTS / "bounds.toml").read_text())[name]
-            assert set(recorded["figures"]) == set(expected), f"{name}: record it again"
+            there = dataclasses.replace(
+                machine.facts(), device=content["machine"]["device"], bf16=content["machine"]["bf16"]
+            )
+            assert set(recorded["figures"]) == set(bounds._expected(name, there)), f"{name}: record it again"
 
 
 def test_claims_get_their_verdicts(monkeypatch):
@@ -137,6 +141,34 @@ def test_claims_get_their_verdicts(monkeypatch):
     assert (row["GPU"], row["verdict"]) == ("T4 2.7", "holds")
     with pytest.raises(ValueError, match="neither measured, predicted nor recorded"):
         bounds.claims(LESSON, {}, {})
+
+
+@pytest.fixture
+def own_facts(tmp_path, monkeypatch):
+    """A course of one lesson, whose figure `gain` a CPU cannot have and `error` needs a package."""
+    monkeypatch.setattr(bounds, "FACTS", tmp_path)
+    (tmp_path / "bounds.toml").write_text(
+        '[a.gain]\nwhy = "w"\ncuda = [1, 2]\n[a.error]\nwhy = "w"\nneeds = "json"\ncpu = [1, 2]\ncuda = [1, 2]\n'
+    )
+    (tmp_path / "claims.toml").write_text(
+        '[x]\nlesson = "a"\nsource = "s"\nclaim = "c"\nclaimed = 2\nfigure = "gain"\nbelow = true\nneeds = "a GPU"\n'
+    )
+    return tmp_path
+
+
+def test_a_figure_is_expected_where_it_can_be_had(own_facts):
+    if machine.facts().backend == "cpu":
+        assert bounds.compare("a", {"error": 1.5}).bounds[0].inside
+        with pytest.raises(ValueError, match="each figure needs its bound"):
+            bounds.compare("a", {"error": 1.5, "gain": 1.5})
+    (own_facts / "bounds.toml").write_text('[a.error]\nwhy = "w"\nneeds = "no_such_package"\ncpu = [1, 2]\n')
+    assert bounds.compare("a", {}).bounds == []
+
+
+def test_a_claim_that_cannot_be_tested_here_says_what_it_needs(own_facts):
+    assert bounds.claims("a", {}, {})[0]["verdict"] == "open: needs a GPU"
+    assert bounds.claims("a", {"gain": 1.0}, {})[0]["verdict"] == "holds"
+    assert bounds.claims("a", {"gain": 3.0}, {})[0]["verdict"] == "does not hold"
 
 
 def test_write_leaves_nothing_half_written(tmp_path):
