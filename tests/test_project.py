@@ -94,9 +94,10 @@ def test_pictures_read_on_light_and_dark_and_are_not_wider_than_a_phone_scales()
         figures.memory_bars({"a": report}, card=20)
         figures.timeline(report)
         figures.bars({"a": 1.0, "b": 2.0}, "MiB")
+        figures.lines({"a": {1: 2.0, 2: 3.0}, "b": {1: 1.0, 4: 2.0}}, "batch", "MiB", logarithmic=True)
     finally:
         IPython.display.display = original
-    assert len(shown) == 3
+    assert len(shown) == 4
     for image in shown:
         pixels = matplotlib.image.imread(io.BytesIO(image.data))
         assert pixels.shape[1] == 2 * image.width == 960

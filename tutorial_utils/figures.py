@@ -147,6 +147,26 @@ def bars(values: dict[str, float], unit: str):
     _show(axes)
 
 
+def lines(series: dict[str, dict[float, float]], x: str, y: str, logarithmic: bool = False):
+    """A line for each name through its points {x: y}; x and y name the axes, with their units."""
+    axes = _axes(3.0)
+    if axes is None:
+        return
+    for (name, points), colour, marker in zip(series.items(), COLOURS.values(), "osv^DX"):
+        axes.plot(list(points), list(points.values()), color=colour, marker=marker, markersize=4, label=name)
+    if logarithmic:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted({place for points in series.values() for place in points}))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    if len(series) > 1:
+        _legend(axes)
+    _show(axes)
+
+
 def _scale(peak: int) -> tuple[int, str]:
     return (GiB, "GiB") if peak >= GiB else (MiB, "MiB")
 
