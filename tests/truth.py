@@ -1,5 +1,7 @@
 """The independent truth that the tracker and the prediction are held to."""
 
+import gc
+
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -19,16 +21,47 @@ def inputs(batch=8, length=128, padded=False):
     }
 
 
-def train(model, optimizer, batch, accumulate=1):
+def freeze(model):
+    """The embeddings and the first two layers."""
+    for part in (model.base_model.embeddings, *model.base_model.encoder.layer[:2]):
+        part.requires_grad_(False)
+
+
+def checkpoint(model):
+    enable = getattr(model, "activation_checkpointing_enable", None)  # its name from transformers 5.23 on
+    enable() if enable else model.gradient_checkpointing_enable()
+
+
+def checkpoint_and_freeze(model):
+    checkpoint(model)
+    freeze(model)
+
+
+def optimizer(name, model):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if name == "adamw8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(trained, lr=1e-4)
+    return {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name](trained, lr=1e-4)
+
+
+def train(model, optimizer, batch, accumulate=1, precision="fp32"):
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     for _ in range(accumulate):
-        loss = model(**batch).loss
-        (loss / accumulate if accumulate > 1 else loss).backward()
-    optimizer.step()
+        with torch.autocast("cpu", dtype, enabled=precision != "fp32"):
+            loss = model(**batch).loss
+        scaler.scale(loss / accumulate if accumulate > 1 else loss).backward()
+        del loss
+    scaler.step(optimizer)
+    scaler.update()
     optimizer.zero_grad()
 
 
 def profiled_peak(step, model, batch) -> int:
     """Bytes: what was there before, and the peak of the CPU allocator's own events over two steps."""
+    gc.collect()  # what an earlier test left must not die here
     storages = [t.untyped_storage() for t in (*model.parameters(), *model.buffers(), *batch.values())]
     before = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
