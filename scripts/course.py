@@ -180,14 +180,14 @@ def table(results: list[dict]) -> str:
     )
 
 
-def main() -> int:
+def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("run").add_argument("--only", nargs="+")
     commands.add_parser("lesson").add_argument("number")
     commands.add_parser("record").add_argument("--only", nargs="+")
     commands.add_parser("cells").add_argument("path", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     if arguments.command == "cells":
         run_cells(arguments.path)
         return 0
@@ -206,7 +206,7 @@ def main() -> int:
 
         stamp.main([])
         return result["status"] == "failed"
-    results = run(chosen)
+    results = run(chosen, keep=arguments.command == "run")
     about, slug = machine_facts()
     print("\n" + table(results))
     failed = any(result["status"] == "failed" for result in results)
@@ -216,11 +216,11 @@ def main() -> int:
     elif failed:
         print("\nA lesson failed: nothing recorded")
     else:
-        path = bounds.FACTS / "bounds" / f"{slug}.json"
+        path = bounds.folder() / f"{slug}.json"
         before = json.loads(path.read_text())["lessons"] if arguments.only and path.exists() else {}
         now = {r["name"]: {"seconds": r["seconds"], "figures": r["figures"]} for r in results if r["figures"]}
         bounds.write(path, {**about, "lessons": {**before, **now}})
-        print(f"\nwrote {path.relative_to(ROOT)}")
+        print(f"\nwrote {os.path.relpath(path)}")
     return failed
 
 

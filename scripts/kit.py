@@ -1,8 +1,8 @@
 """Build dist/kit, the folder to attach where there is no network: python scripts/kit.py
 
-It holds the package as a wheel, which a lesson's setup cell finds and installs, and the tiny
-pretrained model with its tokenizer for use without the package. Upload it as a Kaggle data set, or
-name it in COURSE_KIT on a machine of your own.
+It holds the package as a wheel, which a lesson's setup cell finds and installs, and the course
+itself (the lessons, what runs them, the tiny pretrained model), which record_on_your_gpu.ipynb
+finds. Upload it as a Kaggle data set, or name it in COURSE_KIT on a machine of your own.
 """
 
 import shutil
@@ -19,9 +19,8 @@ def build(target: Path = ROOT / "dist" / "kit") -> Path:
     with tempfile.TemporaryDirectory() as folder:
         # From a copy: a build in the tree would leave its own folders there, and pick up stale ones.
         source, kit = Path(folder, "source"), Path(folder, "kit")
-        shutil.copytree(
-            ROOT / "tutorial_utils", source / "tutorial_utils", ignore=shutil.ignore_patterns("__pycache__")
-        )
+        left_out = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
+        shutil.copytree(ROOT / "tutorial_utils", source / "tutorial_utils", ignore=left_out)
         for name in ("pyproject.toml", "LICENSE"):
             shutil.copy(ROOT / name, source / name)
         subprocess.run(
@@ -40,7 +39,8 @@ def build(target: Path = ROOT / "dist" / "kit") -> Path:
             ],
             check=True,
         )
-        shutil.copytree(source / "tutorial_utils" / "tiny", kit / "tiny")
+        for part in ("notebooks", "scripts", "tutorial_utils"):
+            shutil.copytree(ROOT / part, kit / "course" / part, ignore=left_out)
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(kit, target)
     return target

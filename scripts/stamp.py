@@ -7,6 +7,7 @@ python scripts/stamp.py [--check]   (--check writes nothing and fails where some
 
 import argparse
 import json
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -96,6 +97,10 @@ def stamped(address: str) -> dict[Path, str]:
                     cell["source"] = text.splitlines(keepends=True)
         notebooks[path.stem] = content
         texts[path] = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    recording = ROOT / "notebooks" / "record_on_your_gpu.ipynb"
+    texts[recording] = re.sub(
+        r'REPOSITORY = \\".*?\\"', lambda _: f'REPOSITORY = \\"{address}\\"', recording.read_text()
+    )
     readme = ROOT / "README.md"
     before, rest = readme.read_text().split("<!-- lessons -->")
     _, after = rest.split("<!-- /lessons -->")

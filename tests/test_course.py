@@ -91,21 +91,19 @@ def test_a_bounds_file_with_one_wrong_figure_turns_the_run_red(small_course, mon
 
 @pytest.mark.parametrize("jupyter", [True, False], ids=["jupyter", "no jupyter"])
 def test_recording(small_course, monkeypatch, jupyter):
-    facts = small_course / "facts"
-    (facts / "bounds").mkdir(parents=True)
-    monkeypatch.setattr(bounds, "FACTS", facts)
-    monkeypatch.setattr(course, "ROOT", small_course)
+    recorded = small_course / "bounds"
+    recorded.mkdir()
     monkeypatch.setenv("PYTHONPATH", str(course.Path(course.__file__).resolve().parents[1]))
     if not jupyter:
         find = course.importlib.util.find_spec
         monkeypatch.setattr(course.importlib.util, "find_spec", lambda n, *a: None if n == "nbclient" else find(n, *a))
     assert run(monkeypatch, "record"), "a failed lesson must leave nothing recorded"
-    assert not list((facts / "bounds").iterdir())
+    assert not list(recorded.iterdir())
     monkeypatch.delenv("COURSE_RECORDING")
     (small_course / "notebooks" / "01_fails.ipynb").unlink()
     assert not run(monkeypatch, "record")
     monkeypatch.delenv("COURSE_RECORDING")
-    content = bounds.load(facts / "bounds" / f"{machine.facts().slug}.json")
+    content = bounds.load(recorded / f"{machine.facts().slug}.json")
     assert content["lessons"].keys() == {"03_measures"}
     assert content["lessons"]["03_measures"]["figures"] == FIGURES
     assert content["machine"]["name"] and content["versions"]["torch"] and content["date"]

@@ -90,7 +90,8 @@ def test_a_fork_with_only_the_kit_attached_and_no_network(lesson, other_environm
     python, log = other_environment
     attached = kit.build(tmp_path / "attached" / "small-gpu-course")
     assert {p.suffix for p in attached.iterdir()} >= {".whl"}
-    assert {p.name for p in (attached / "tiny").iterdir()} >= {"model.safetensors", "tokenizer.json", "config.json"}
+    tiny = attached / "course" / "tutorial_utils" / "tiny"
+    assert {p.name for p in tiny.iterdir()} >= {"model.safetensors", "tokenizer.json", "config.json"}
     fork = tmp_path / "fork"
     fork.mkdir()
     shutil.copy(lesson, fork)

@@ -73,9 +73,8 @@ def test_the_public_address_is_one_setting(address):
     texts = stamp.stamped(address)
     for path, text in texts.items():
         if path.suffix == ".ipynb":
-            assert (f"colab.research.google.com/github/someone/course/blob/main/notebooks/{path.stem}" in text) is bool(
-                address
-            )
+            badge = f"colab.research.google.com/github/someone/course/blob/main/notebooks/{path.stem}"
+            assert (badge in text) is (bool(address) and path.stem[0].isdigit())
             assert f'REPOSITORY = \\"{address}\\"' in text
     assert ("kernels/welcome?src=https://github.com/someone" in str(texts.values())) is bool(address)
 

@@ -135,6 +135,11 @@ def load(path: Path) -> dict:
     return content
 
 
+def folder() -> Path:
+    """Where recordings are read from and written to: COURSE_BOUNDS, or the package's own."""
+    return Path(os.environ.get("COURSE_BOUNDS") or FACTS / "bounds")
+
+
 def recordings() -> list[dict]:
     """Every committed recording, the CPU's first."""
     files = sorted((FACTS / "bounds").glob("*.json"), key=lambda path: (path.stem != "cpu", path.stem))
@@ -151,8 +156,7 @@ def recorded_on_gpus(lesson: str) -> dict[str, dict[str, float]]:
 
 
 def _recorded(lesson: str, here, figures) -> dict[str, float]:
-    folder = Path(os.environ.get("COURSE_BOUNDS") or FACTS / "bounds")
-    path = folder / f"{here.slug}.json"
+    path = folder() / f"{here.slug}.json"
     if os.environ.get("COURSE_RECORDING") or not path.exists():
         return {}
     content = load(path)

@@ -112,7 +112,7 @@ def limits(here: Machine) -> list[str]:
         )
     elif here.device == "cpu":
         lines.append("No GPU: lessons run at a small size, and predict the real sizes.")
-    if here.device == "cuda" and not here.bf16:
+    if not here.bf16:
         lines.append("No bf16 in hardware: use fp16 with a GradScaler.")
     return lines
 
