@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import platform
 import re
@@ -194,11 +195,13 @@ def _install(packages: list[str]):
 
 def _quiet():
     """No progress bars in committed outputs, and no telemetry."""
+    # Imported on a CPU, it warns of a 4-bit kernel that no optimizer uses.
+    logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
-    logging.disable_progress_bar()
+    disable_progress_bar()
 
 
 def _has_kernels(capability: tuple[int, int], architectures: list[str]) -> bool:

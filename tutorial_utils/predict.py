@@ -119,18 +119,20 @@ def _own_overrides():
 
     They are kept by a parameter's place in the optimizer, and apply to every optimizer that comes later.
     """
-    if importlib.util.find_spec("bitsandbytes") is None:
-        yield
-        return
-    from bitsandbytes.optim import GlobalOptimManager
 
-    manager = GlobalOptimManager.get_instance()
-    with (
-        patch.object(manager, "pid2config", {}),
-        patch.object(manager, "index2config", {}),
-        patch.object(manager, "module_weight_config_triple", []),
-    ):
+    def manager():
+        module = sys.modules.get("bitsandbytes")  # the prediction itself may be the first to import it
+        return vars(module.optim.GlobalOptimManager.get_instance()) if module else {}
+
+    def none():
+        return {"pid2config": {}, "index2config": {}, "module_weight_config_triple": []}
+
+    kept = none() | {name: value for name, value in manager().items() if name in none()}
+    manager().update(none())
+    try:
         yield
+    finally:
+        manager().update(kept)
 
 
 def _check(settings, batch, length, optimizer, precision, accumulate, device):
