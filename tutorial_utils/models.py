@@ -11,6 +11,8 @@ from .data import TINY
 GAIN_STEPS = 60
 GAIN_POINTS = 10
 
+NO_CACHE = {"use_cache": False}  # a classifier has none, and with checkpointing transformers would warn of it
+
 
 @cache
 def _facts() -> dict:
@@ -32,7 +34,7 @@ def config(name: str, num_labels: int = 2, **changes):
     if name not in _facts():
         raise ValueError(f"model was {name!r}; accepted: {', '.join(names())}")
     fields = {key: value for key, value in _facts()[name].items() if key != "hub"}
-    return AutoConfig.for_model(**{**fields, **changes}, num_labels=num_labels)
+    return AutoConfig.for_model(**{**fields, **NO_CACHE, **changes}, num_labels=num_labels)
 
 
 def build(name: str, num_labels: int = 2, weights: str = "random", attention: str | None = None, **changes):
@@ -102,6 +104,7 @@ def _pretrained(name: str, settings, attention):
             attn_implementation=attention,
             local_files_only=offline,
             use_safetensors=True,
+            **NO_CACHE,
         )
     except OSError:
         if local or not offline:
