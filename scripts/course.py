@@ -117,9 +117,12 @@ def run_cells(path: Path):
             continue
         tags = set(cell["metadata"].get("tags", []))
         tree = ast.parse("".join(cell["source"]))
+        ends_in_value = bool(tree.body) and isinstance(tree.body[-1], ast.Expr)
+        last = [tree.body.pop()] if ends_in_value else []
         try:
-            # "single" shows the value of an expression, as a notebook does.
-            exec(compile(ast.Interactive(tree.body), f"<cell {number}>", "single"), namespace)
+            exec(compile(tree, f"<cell {number}>", "exec"), namespace)
+            # "single" shows the value of an expression, as a notebook does of a cell's last one.
+            exec(compile(ast.Interactive(last), f"<cell {number}>", "single"), namespace)
         except (ImportError, NameError) as error:
             if isinstance(error, NameError) and not tags & left_out:
                 raise
