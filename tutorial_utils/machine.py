@@ -198,7 +198,6 @@ def _quiet():
     # Imported on a CPU, it warns of a 4-bit kernel that no optimizer uses.
     logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
