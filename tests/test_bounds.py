@@ -110,7 +110,7 @@ def test_every_bound_says_why_and_can_fail():
             if name.endswith("_bytes"):
                 assert 0 < bound["recorded_tolerance"] <= bound["predicted_tolerance"] <= 0.05
             else:
-                classes = [backend for backend in ("cpu", "cuda", "cuda-bf16") if backend in bound]
+                classes = [backend for backend in ("cpu", "cpu-fp16", "cuda", "cuda-bf16") if backend in bound]
                 assert classes and set(bound) <= {"why", "needs", *classes}, f"{lesson}.{name}: {sorted(bound)}"
                 for low, high in map(bound.get, classes):
                     assert 0 < low < high <= 25 * low, f"{lesson}.{name} says nothing"
@@ -157,12 +157,22 @@ def own_facts(tmp_path, monkeypatch):
 
 
 def test_a_figure_is_expected_where_it_can_be_had(own_facts):
-    if machine.facts().backend == "cpu":
+    if machine.facts().device == "cpu":
         assert bounds.compare("a", {"error": 1.5}).bounds[0].inside
         with pytest.raises(ValueError, match="each figure needs its bound"):
             bounds.compare("a", {"error": 1.5, "gain": 1.5})
     (own_facts / "bounds.toml").write_text('[a.error]\nwhy = "w"\nneeds = "no_such_package"\ncpu = [1, 2]\n')
     assert bounds.compare("a", {}).bounds == []
+
+
+def test_a_special_case_has_the_bounds_of_its_class_unless_it_has_its_own(own_facts, monkeypatch):
+    (own_facts / "bounds.toml").write_text('[a.gain]\nwhy = "w"\ncpu = [1, 2]\ncpu-fp16 = [3, 4]\ncuda = [5, 6]\n')
+    here = machine.facts()
+    here = dataclasses.replace(machine.facts(), device="cpu", bf16=True)
+    machines = {1.5: here, 3.5: dataclasses.replace(here, bf16=False), 5.5: dataclasses.replace(here, device="cuda")}
+    for value, there in machines.items():
+        monkeypatch.setattr(machine, "facts", lambda there=there: there)
+        assert bounds.compare("a", {"gain": value}).bounds[0].inside
 
 
 def test_a_claim_that_cannot_be_tested_here_says_what_it_needs(own_facts):

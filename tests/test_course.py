@@ -12,7 +12,7 @@ from tutorial_utils import bounds, machine
 
 EXPECTED = tomllib.loads((bounds.FACTS / "bounds.toml").read_text())["00_memory_anatomy"]
 FIGURES = {
-    name: 1000 if name.endswith("_bytes") else sum(bound[machine.facts().backend]) / 2
+    name: 1000 if name.endswith("_bytes") else sum(bound[machine.facts().device]) / 2
     for name, bound in EXPECTED.items()
 }
 COMPARE = f"""

@@ -12,7 +12,7 @@ CPU = machine.Machine(
     "CPU", "cpu", 24 * 2**30, 2, None, True, True, {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.23.0"}
 )
 T4 = dataclasses.replace(CPU, name="Tesla T4", device="cuda", memory=15 * 2**30, capability=(7, 5), bf16=False)
-P100 = dataclasses.replace(T4, name="Tesla P100-PCIE-16GB", device="cpu", capability=(6, 0), kernels=False)
+P100 = dataclasses.replace(T4, name="Tesla P100-PCIE-16GB", device="cpu", capability=(6, 0), kernels=False, bf16=True)
 A100 = dataclasses.replace(T4, name="NVIDIA A100-SXM4-40GB", memory=40 * 2**30, capability=(8, 0), bf16=True)
 LAPTOP = dataclasses.replace(A100, name="NVIDIA GeForce RTX 3060", memory=6 * 2**30)
 

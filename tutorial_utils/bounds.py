@@ -1,10 +1,11 @@
 """Is the figure where it is expected to be on this machine?
 
 facts/bounds.toml holds, for every figure of every lesson, why it is bounded and the lowest and
-highest value for each backend class; a figure that has none for a class is not expected there,
-and one that `needs` a package only where it is installed. A figure in bytes is bounded more tightly, by `tolerance`
-around a recording of this very machine and these versions (facts/bounds/<machine>.json, written by
-`make record` alone), or without one around the prediction.
+highest value for each backend class. A special case ("cuda-bf16") has those of its class ("cuda")
+unless it has its own. A figure that has none for a class is not expected there, and one that
+`needs` a package only where it is installed. A figure in bytes is bounded more tightly, by
+`tolerance` around a recording of this very machine and these versions
+(facts/bounds/<machine>.json, written by `make record` alone), or without one around the prediction.
 """
 
 import importlib.util
@@ -118,9 +119,13 @@ def _expected(lesson: str, here) -> dict:
     return {
         name: bound
         for name, bound in every.items()
-        if (name.endswith("_bytes") or here.backend in bound)
+        if (name.endswith("_bytes") or _range(bound, here.backend))
         and ("needs" not in bound or importlib.util.find_spec(bound["needs"]))
     }
+
+
+def _range(bound: dict, backend: str) -> list[float] | None:
+    return bound.get(backend) or bound.get(backend.partition("-")[0])
 
 
 def load(path: Path) -> dict:
@@ -183,7 +188,7 @@ def _bound(name, value, expected, backend, recorded, predicted) -> Bound:
         raise ValueError(
             f"{name} is in bytes and this machine has no recording of it: pass its prediction in `predicted`"
         )
-    low, high = expected[backend]
+    low, high = _range(expected, backend)
     return Bound(name, value, low, high, backend, why)
 
 

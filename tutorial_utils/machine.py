@@ -38,8 +38,10 @@ class Machine:
 
     @property
     def backend(self) -> str:
-        """The class that a bound belongs to: "cpu", "cuda" or "cuda-bf16"."""
-        return "cpu" if self.device == "cpu" else "cuda-bf16" if self.bf16 else "cuda"
+        """The class that a bound belongs to: "cpu", "cuda", or their special cases "cpu-fp16" and "cuda-bf16"."""
+        if self.device == "cpu":
+            return "cpu" if self.bf16 else "cpu-fp16"
+        return "cuda-bf16" if self.bf16 else "cuda"
 
     @property
     def slug(self) -> str:
