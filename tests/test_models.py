@@ -14,6 +14,17 @@ PARAMETERS = {  # of the published checkpoints' encoders, in millions
     "chinese-macbert-large": 325.5,
     "deberta-v3-base": 183.8,
     "deberta-v3-large": 434.0,
+    "deberta-v3-small": 141.3,
+    "roberta-base": 124.1,
+    "roberta-large": 354.3,
+    "distilbert-base-uncased": 66.4,
+    "electra-base": 108.9,
+    "electra-large": 334.1,
+    "modernbert-base": 149.0,
+    "modernbert-large": 394.8,
+    "t5-base": 222.9,
+    "gpt2": 124.4,
+    "llama-2-7b": 6607.3,
 }
 
 

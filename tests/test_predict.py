@@ -126,7 +126,7 @@ def test_torchscript_functions_are_run_as_python(monkeypatch):
 def test_dropout_and_attention_are_put_back():
     before = torch.nn.functional.dropout, torch.nn.functional.scaled_dot_product_attention
     with pytest.raises(torch.OutOfMemoryError):
-        predict.step_memory("bert-large-uncased", 32, 128, card=4 * GiB)
+        predict.step_memory("bert-large-uncased", 32, 128, limit=4 * GiB)
     assert before == (torch.nn.functional.dropout, torch.nn.functional.scaled_dot_product_attention)
 
 

@@ -47,7 +47,7 @@ def optimizer(name, model):
 
 
 def train(model, optimizer, batch, accumulate=1, precision="fp32"):
-    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=precision == "fp16")  # no step may be skipped
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     for _ in range(accumulate):
         with torch.autocast("cpu", dtype, enabled=precision != "fp32"):

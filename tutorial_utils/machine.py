@@ -13,6 +13,7 @@ import tomllib
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 GiB = 2**30
@@ -129,12 +130,42 @@ def preset(here: Machine) -> Preset:
     return Preset("bert-base-uncased", "random", 32, 128)
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """A card that need not be here. memory: bytes, as nvidia-smi reports them."""
+
+    name: str
+    memory: int
+    capability: tuple[int, int] | None  # None for a card known by its size only
+
+    @property
+    def usable(self) -> int:
+        """Bytes that a process can have, at least: 14.56 of a T4's 15.00 GiB, 23.64 of an RTX 4090's 23.99."""
+        return self.memory * 97 // 100
+
+
+@cache
+def gpus() -> dict[str, Gpu]:
+    """The cards of facts/gpus.toml, by name."""
+    facts = tomllib.loads((Path(__file__).parent / "facts" / "gpus.toml").read_text())
+    return {n: Gpu(n, fact["memory_mib"] * 2**20, tuple(fact["capability"])) for n, fact in facts.items()}
+
+
+def gpu(card: str | int) -> Gpu:
+    """The card of a name or of a unique word of one ("T4"), or of a size ("6 GiB", or bytes). Else ValueError."""
+    if isinstance(card, str) and (size := re.fullmatch(r"([\d.]+) ?GiB", card.strip())):
+        card = round(float(size[1]) * GiB)
+    if isinstance(card, int) and card > 0:
+        return Gpu(f"{card / GiB:g} GiB", card, None)
+    found = [g for name, g in gpus().items() if card == name or str(card).lower() in re.split(r"[ -]", name.lower())]
+    if len(found) != 1:
+        raise ValueError(f'card was {card!r}; accepted: {", ".join(gpus())}, a word of one, or a size such as "6 GiB"')
+    return found[0]
+
+
 def card(name: str) -> int:
     """Bytes of memory of a GPU of facts/gpus.toml. ValueError for one that is not there."""
-    gpus = tomllib.loads((Path(__file__).parent / "facts" / "gpus.toml").read_text())
-    if name not in gpus:
-        raise ValueError(f"card was {name!r}; accepted: {', '.join(gpus)}")
-    return gpus[name]["memory_mib"] * 2**20
+    return gpu(name).memory
 
 
 @contextmanager

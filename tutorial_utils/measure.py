@@ -4,7 +4,10 @@ Tensor memory is the sum of the bytes of all live tensor storages: a storage cou
 many tensors view it. Its peak over a step is the figure that every lesson reports.
 """
 
+import collections
 import gc
+import itertools
+import re
 import statistics
 import time
 import weakref
@@ -12,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -34,7 +38,8 @@ class Memory:
 
     peak: the highest tensor memory. parts: bytes by role at that moment; they sum to the peak.
     timeline: bytes by role (in the order of ROLES) after each operation; phases: what each was
-    part of ("start", "forward", "backward" or "optimizer").
+    part of ("start", "forward", "backward" or "optimizer"). modules: bytes at the peak by the module that
+    owns or made them, the most first; equal layers are taken together, as in "encoder.layer.*.output".
     On CUDA, peak is the allocator's requested_bytes, less what else lives in this process. allocated
     adds rounding and the cuBLAS workspace, reserved is what the allocator holds in all; they are of
     the whole process, and None elsewhere.
@@ -46,6 +51,7 @@ class Memory:
     phases: list[str] = field(repr=False)
     allocated: int | None = None
     reserved: int | None = None
+    modules: dict[str, int] = field(default_factory=dict, repr=False)
 
 
 def memory(step: Callable[[], object], model, optimizer=None, inputs=(), card: int | None = None) -> Memory:
@@ -97,25 +103,32 @@ class Tracker(TorchDispatchMode):
         self.device = next(model.parameters()).device
         self.bytes = 0
         self._blocks = {}  # address of a live storage → _Block
-        self._events = []  # (operation, bytes born or less than 0 for died, block)
+        self.events = []  # (operation, bytes born or less than 0 for died, block)
         self._phases = []
         self._stepping = False
         self._recording = True
-        for parameter in model.parameters():
-            self._mark(parameter, "weights")
-            self._mark(parameter.grad, "gradients")
-        for buffer in model.buffers():
-            self._mark(buffer, "weights")
+        self._owners = {}  # module or parameter → name
+        self._inside = []  # names of the modules whose forward is running
+        for name, module in model.named_modules():
+            owner = self._owners[module] = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+            for parameter in module.parameters(recurse=False):
+                self._owners.setdefault(parameter, owner)
+                self._mark(parameter, "weights", owner=owner)
+                self._mark(parameter.grad, "gradients", owner=owner)
+            for buffer in module.buffers(recurse=False):
+                self._mark(buffer, "weights", owner=owner)
         for tensor in tree_leaves(inputs if isinstance(inputs, (list, tuple)) else dict(inputs)):
             self._mark(tensor, "inputs")
         self._mark_state()
 
     def __enter__(self):
         self._handles = [
-            p.register_post_accumulate_grad_hook(lambda p: self._mark(p.grad, "gradients"))
+            p.register_post_accumulate_grad_hook(lambda p: self._mark(p.grad, "gradients", owner=self._owners[p]))
             for p in self.model.parameters()
             if p.requires_grad
         ]
+        self._handles.append(register_module_forward_pre_hook(self._entered))
+        self._handles.append(register_module_forward_hook(self._left, always_call=True))
         if self.optimizer is not None:
             self._handles.append(self.optimizer.register_step_pre_hook(self._step_starts))
             self._handles.append(self.optimizer.register_step_post_hook(self._step_ended))
@@ -153,11 +166,22 @@ class Tracker(TorchDispatchMode):
             self._mark(tensor, role, func)
         return result
 
+    def restart(self):
+        """Forget what has happened, but not what lives: the next step is the first of the report."""
+        self._phases.clear()
+        self.events = [(0, block.size, block) for block in self._blocks.values()]
+        for block in self._blocks.values():
+            block.born = 0
+
     def report(self) -> Memory:
-        """The peak since the tracker was made, its parts, and the timeline."""
+        """The peak since the tracker was made, its parts, its modules, and the timeline."""
+        totals = list(itertools.accumulate(size for _, size, _ in self.events))
+        modules = collections.Counter()
+        for _, size, block in self.events[: totals.index(max(totals)) + 1]:
+            modules[block.owner] += size
         counters = dict.fromkeys(ROLES, 0)
         timeline = []
-        events = iter(self._events)
+        events = iter(self.events)
         event = next(events, None)
         for operation in range(len(self._phases) + 1):
             moments = []  # within the operation: its arguments die after its results are born
@@ -167,9 +191,17 @@ class Tracker(TorchDispatchMode):
                 event = next(events, None)
             timeline.append(max(moments, key=sum, default=tuple(counters.values())))
         highest = max(timeline, key=sum)
-        return Memory(sum(highest), dict(zip(ROLES, highest)), timeline, ["start", *self._phases])
+        modules = {name: size for name, size in modules.most_common() if size}
+        phases = ["start", *self._phases]
+        return Memory(sum(highest), dict(zip(ROLES, highest)), timeline, phases, modules=modules)
 
-    def _mark(self, tensor, role: str, func=None):
+    def _entered(self, module, _):
+        self._inside.append(self._owners.get(module, self._inside[-1] if self._inside else ""))
+
+    def _left(self, *_):
+        self._inside.pop()
+
+    def _mark(self, tensor, role: str, func=None, owner: str = ""):
         """Give the storage of `tensor` this role, unless it has one that comes earlier in ROLES."""
         if not isinstance(tensor, torch.Tensor):
             return
@@ -181,14 +213,16 @@ class Tracker(TorchDispatchMode):
             size = storage.nbytes()
             if self.card is not None and self.bytes + size > self.card:
                 raise torch.OutOfMemoryError(self._out_of_memory(size, func))
-            block = _Block(size, role, len(self._phases))
+            outside = f"({self._phases[-1] if self._phases else 'start'})"
+            owner = owner or (self._inside[-1] if self._inside else outside)
+            block = _Block(size, role, owner, len(self._phases))
             key, self_reference = storage._cdata, weakref.ref(self)
             block.reference = weakref.ref(storage, lambda _: Tracker._died(self_reference, key))
             self._blocks[key] = block
             self.bytes += size
-            self._events.append((len(self._phases), size, block))
+            self.events.append((len(self._phases), size, block))
         elif ROLES.index(role) < ROLES.index(block.role):
-            block.role = role
+            block.role, block.owner = role, owner or block.owner
 
     @staticmethod
     def _died(self_reference, key):
@@ -196,7 +230,7 @@ class Tracker(TorchDispatchMode):
         if self is not None and self._recording:
             block = self._blocks.pop(key)
             self.bytes -= block.size
-            self._events.append((len(self._phases), -block.size, block))
+            self.events.append((len(self._phases), -block.size, block))
 
     def _pack(self, tensor):
         block = self._blocks.get(tensor.untyped_storage()._cdata)
@@ -209,8 +243,9 @@ class Tracker(TorchDispatchMode):
 
     def _mark_state(self):
         if self.optimizer is not None:
-            for tensor in tree_leaves(list(self.optimizer.state.values())):
-                self._mark(tensor, "optimizer state")
+            for parameter, state in self.optimizer.state.items():
+                for tensor in tree_leaves(state):
+                    self._mark(tensor, "optimizer state", owner=self._owners.get(parameter, ""))
 
     def _step_starts(self, *_):
         self._stepping = True
@@ -253,6 +288,7 @@ def _workspace(func, args):
 class _Block:
     size: int
     role: str
+    owner: str
     born: int  # the number of the operation
     reference: object = None
 

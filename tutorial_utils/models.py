@@ -66,7 +66,9 @@ def untrained(settings, attention: str | None = None):
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
-        return AutoModelForSequenceClassification.from_config(settings, attn_implementation=attention)
+        model = AutoModelForSequenceClassification.from_config(settings, attn_implementation=attention)
+    model.tie_weights()  # a part of the initialization
+    return model
 
 
 def check_attention(settings, attention: str | None):
@@ -75,16 +77,24 @@ def check_attention(settings, attention: str | None):
 
     if attention not in (None, "eager", "sdpa"):
         raise ValueError(f'attention was {attention!r}; accepted: "eager" or "sdpa"')
-    model_class = AutoModelForSequenceClassification._model_mapping[type(settings)]
+    try:
+        model_class = AutoModelForSequenceClassification._model_mapping[type(settings)]
+    except KeyError:
+        raise ValueError(
+            f"transformers has no sequence classifier for {type(settings).__name__}; "
+            f"accepted: a configuration that has one, or a function that returns a module"
+        ) from None
     if attention == "sdpa" and not model_class._supports_sdpa:
         raise ValueError(f'transformers has no SDPA attention for {settings.model_type}; accepted: "eager"')
 
 
 def positions(settings) -> int | None:
-    """The longest text in tokens, or None where positions are relative and set no limit."""
-    if getattr(settings, "position_biased_input", True):
-        return settings.max_position_embeddings
-    return None
+    """The longest text in tokens, or None where positions are relative or rotated and set no limit in memory."""
+    if settings.model_type in ("roberta", "xlm-roberta", "camembert"):
+        return settings.max_position_embeddings - settings.pad_token_id - 1  # counted from behind the padding's
+    if not getattr(settings, "position_biased_input", True) or getattr(settings, "rope_parameters", None):
+        return None
+    return getattr(settings, "max_position_embeddings", None)
 
 
 def _pretrained(name: str, settings, attention):

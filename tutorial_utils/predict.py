@@ -6,94 +6,191 @@ only: nothing is allocated or computed. `measure.Tracker` follows the storages a
 
 import gc
 import importlib.util
+import inspect
 import sys
+import time
+from bisect import bisect_left, insort
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from unittest.mock import patch
 
 import torch
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch.utils._pytree import tree_leaves
 
-from . import measure, models
+from . import machine, measure, models
+from .measure import MiB
 
-ARCHITECTURES = ("bert", "deberta-v2")
-OPTIMIZERS = ("adamw", "sgd", "adamw8bit")
-PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "sgd")
+PRECISIONS = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16, "bf16-pure": None}  # of autocast
+
+# What a card holds besides PyTorch's memory, at most. Readings: about 300 and 400 MB (pytorch issues 107667 and
+# 109888), 287 MB (pull request 86509), 471 MB on an RTX 4090; it grows with the kernels that are loaded.
+CONTEXT = 512 * MiB
+# cuBLAS allocates one for each thread that multiplies: the forward pass has one, the backward pass another.
+# Source: CUBLAS_WORKSPACE_CONFIG :4096:2:16:8, from compute capability 9.0 on 32 MiB, in ATen's CublasHandlePool.cpp.
+WORKSPACE, WORKSPACE_90 = 8_519_680, 32 * MiB
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Prediction(measure.Memory):
+    """The cost of a step that did not run, in bytes: the fields of `measure.Memory`, and
+
+    card_bytes: what the card must have, at most: `reserved` and the CUDA context; card_parts says what for.
+    fits: whether the named card has that; seconds: what it took to know. None where the device is a CPU, or
+    no card was named.
+    """
+
+    card_bytes: int | None = None
+    card_parts: dict[str, int] = field(default_factory=dict)
+    fits: bool | None = None
+    seconds: float = 0.0
 
 
 def step_memory(
     model,
-    batch: int,
-    length: int,
+    batch: int | None = None,
+    length: int | None = None,
     *,
-    prepare: Callable | None = None,
     optimizer: str | Callable = "adamw",
     precision: str = "fp32",
     attention: str | None = None,
     padded: bool = False,
     accumulate: int = 1,
-    device: str = "cuda",
-    card: int | None = None,
+    checkpointing: int = 0,
+    freeze_layers: int = 0,
+    lora: int = 0,
+    prepare: Callable | None = None,
+    step: Callable | None = None,
+    inputs: dict | None = None,
     num_labels: int = 2,
-) -> measure.Memory:
-    """The memory of one training step of a sequence classifier, in steady state.
+    device: str = "cuda",
+    card: str | int | None = None,
+    limit: int | None = None,
+) -> Prediction:
+    """The memory of one training step, in steady state. Nothing is allocated, downloaded or computed.
 
-    model: a name of facts/models.toml or a transformers configuration, of BERT or DeBERTa-v2.
-    batch, length: of one micro-batch; padded: whether the batch holds padding, by which
-    transformers and CUDA choose the attention kernel. accumulate: micro-batches a step; the last
-    one is executed, which is the most expensive, since it meets the gradients of the others.
-    prepare: a function of the model, applied before the step: freezing, checkpointing.
-    optimizer: "adamw", "sgd" or "adamw8bit" (bitsandbytes) over what requires gradients, or a
-    function of the model that returns one; torch's default for the device is taken ("foreach" on
-    CUDA) where it does not say. precision: "fp32", "bf16" (autocast) or "fp16" (with GradScaler);
-    weights, gradients and state stay fp32.
-    device: "cuda" or "cpu"; they save different tensors. card: limit in bytes, as in
-    `measure.memory`: torch.OutOfMemoryError where the step does not fit.
-    Raises ValueError for what it does not cover, ImportError where bitsandbytes is needed and missing.
+    model: a name of facts/models.toml or a transformers configuration, for a sequence classifier; or a
+    function without arguments that returns any module.
+    batch, length: of one micro-batch; padded: whether the batch holds padding, by which transformers and CUDA
+    choose the attention kernel. inputs: the forward's arguments by name, as tensors, in their place.
+    accumulate: micro-batches a step; the last one is executed, which is the most expensive, since it meets
+    the gradients of the others.
+    optimizer: one of OPTIMIZERS over what requires gradients, or a function of the model that returns one; torch's
+    default for the device is taken ("foreach" on CUDA) where it does not say.
+    precision: "fp32", "bf16" (autocast), "fp16" (autocast with GradScaler), or "bf16-pure" (the weights too).
+    checkpointing: every how many layers; 0 is none. freeze_layers: the first so many, and what comes before them.
+    lora: the rank of peft's adapters. prepare: a function of the model, for anything else before training.
+    step: a reader's own step(model, optimizer, inputs) in place of the built one; "cuda" in it is understood.
+    device: "cuda" or "cpu"; they save different tensors. card: a GPU of facts/gpus.toml or a size such as "6 GiB",
+    by which kernels are chosen and the verdict given; else memory-efficient attention, which every card has.
+    limit: on tensor memory in bytes, as `card` in `measure.memory`: torch.OutOfMemoryError where it is passed.
+    Raises ValueError for what it does not cover, ImportError where bitsandbytes or peft is needed and missing.
     """
+    started = time.perf_counter()
+    gpu = None if card is None else machine.gpu(card)
     settings = models.config(model, num_labels) if isinstance(model, str) else model
-    _check(settings, batch, length, optimizer, precision, accumulate, device)
-    models.check_attention(settings, attention)
-    # Not only fake inputs: bitsandbytes' table of 8-bit values is computed when it is constructed.
-    with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as stack:
-        if device == "cuda":
-            stack.enter_context(_cuda_semantics())
+    _check_sizes(settings, batch, length, inputs, accumulate, checkpointing, freeze_layers, lora)
+    _check_names(optimizer, precision, device, lora)
+    if step is not None and (accumulate > 1 or PRECISIONS[precision] is not None):
+        raise ValueError("accumulate and precision say what the built step does; a step of your own does it itself")
+    if not callable(settings):
+        models.check_attention(settings, attention)
+    with _Shapes() as fake, ExitStack() as stack:
         if gc.isenabled():  # a fifth of the time, for nothing: what dies here dies by its reference count
             gc.disable()
             stack.callback(gc.enable)
         stack.enter_context(_own_overrides())
-        network = models.untrained(settings, attention).train()
+        stack.enter_context(_cuda_semantics(gpu) if device == "cuda" else _cpu_semantics())
+        stack.enter_context(_understood(fake))
+        network = (settings() if callable(settings) else models.untrained(settings, attention)).train()
         stack.enter_context(_without_torchscript(network))
-        if prepare is not None:
-            prepare(network)
+        network = _prepared(network, precision, checkpointing, freeze_layers, lora, prepare)
+        stack.enter_context(fake.refusing_inside(network))
         chosen = _optimizer(optimizer, network, device)
-        for parameter in network.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.empty_like(parameter)
-        chosen.step()  # the state of the steps before
-        if accumulate == 1:  # else the micro-batches before have left theirs
-            chosen.zero_grad()
-        inputs = {
-            "input_ids": torch.zeros(batch, length, dtype=torch.long),
-            "token_type_ids": torch.zeros(batch, length, dtype=torch.long),
-            # A real run drops a mask of ones; a fake one cannot look into it.
-            "attention_mask": torch.ones(batch, length, dtype=torch.long) if padded else None,
-        }
-        labels = torch.zeros(batch, dtype=torch.long)
-        scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
-        scaler._maybe_opt_step = lambda optimizer, *_: optimizer.step()  # it would look for infinities
-        autocast = torch.autocast("cpu", PRECISIONS[precision], enabled=precision != "fp32")
-        with measure.Tracker(network, chosen, [inputs, labels], card, inside_kernels=device == "cpu") as tracker:
-            with autocast:
-                logits = network(**inputs).logits
-                loss = torch.nn.functional.cross_entropy(logits, labels)
-            scaler.scale(loss / accumulate if accumulate > 1 else loss).backward()
-            del logits, loss
-            scaler.step(chosen)
-            scaler.update()
-            chosen.zero_grad()
-    return tracker.report()
+        if inputs is None:
+            inputs = _text(network, batch, length, padded)
+        inputs = {k: fake.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+        if step is None:
+            for parameter in network.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.empty_like(parameter)
+            chosen.step()  # the state of the steps before
+            if accumulate == 1:  # else the micro-batches before have left theirs
+                chosen.zero_grad()
+        with measure.Tracker(network, chosen, inputs, limit, inside_kernels=device == "cpu") as tracker:
+            if step is None:
+                _step(network, chosen, inputs, precision, accumulate)
+            else:
+                step(network, chosen, inputs)
+                tracker.restart()
+                step(network, chosen, inputs)
+    result = Prediction(**vars(tracker.report()))
+    if device == "cuda":
+        _add_card(result, tracker, gpu)
+    result.seconds = time.perf_counter() - started
+    return result
+
+
+def _step(network, optimizer, inputs, precision, accumulate):
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+    with torch.autocast("cpu", PRECISIONS[precision], enabled=PRECISIONS[precision] is not None):
+        logits = network(**{name: value for name, value in inputs.items() if name != "labels"}).logits
+        loss = torch.nn.functional.cross_entropy(logits, inputs["labels"])
+    scaler.scale(loss / accumulate if accumulate > 1 else loss).backward()
+    del logits, loss
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+def _text(network, batch, length, padded):
+    accepted = inspect.signature(getattr(network, "get_base_model", lambda: network)().forward).parameters
+    names = [name for name in ("input_ids", "token_type_ids", "attention_mask") if name in accepted]
+    text = {name: torch.ones(batch, length, dtype=torch.long) for name in names}
+    if not padded:
+        text["attention_mask"] = None  # a real run drops a mask of ones; a fake one cannot look into it
+    return text | {"labels": torch.zeros(batch, dtype=torch.long)}
+
+
+def _prepared(network, precision, checkpointing, freeze_layers, lora, prepare):
+    if precision == "bf16-pure":
+        network.to(torch.bfloat16)
+    if freeze_layers:
+        _freeze(network, freeze_layers)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
+
+        targets = KNOWN.get(network.config.model_type, ["Wqkv", "q_lin", "v_lin"])  # ModernBERT's, DistilBERT's
+        network = get_peft_model(network, LoraConfig(task_type="SEQ_CLS", r=lora, target_modules=targets))
+    if checkpointing:
+        enable = getattr(network, "activation_checkpointing_enable", None)  # its name from transformers 5.23 on
+        (enable or network.gradient_checkpointing_enable)(every_n_layers=checkpointing)
+    if prepare is not None:
+        prepare(network)
+    return network
+
+
+def _freeze(network, count):
+    layers = max((part for part in network.modules() if isinstance(part, torch.nn.ModuleList)), key=len, default=())
+    if count > len(layers):
+        raise ValueError(f"freeze_layers was {count}; accepted: up to {len(layers)}, the layers this model has")
+    last = list(layers[count - 1].parameters())[-1]
+    for parameter in network.parameters():  # in the order of the model's parts
+        parameter.requires_grad_(False)
+        if parameter is last:
+            return
 
 
 def _optimizer(optimizer, network, device):
@@ -106,10 +203,12 @@ def _optimizer(optimizer, network, device):
 
             chosen = bitsandbytes.optim.AdamW8bit(trained, lr=1e-3)
         else:
-            chosen = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer](trained, lr=1e-3)
+            by_name = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
+            chosen = by_name[optimizer](trained, lr=1e-3)
     for group in chosen.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-            group["foreach"] = device == "cuda"  # torch's own default there; it would not choose it for fake tensors
+            # torch's own default on CUDA, which it would not choose for fake tensors; not for Adafactor
+            group["foreach"] = device == "cuda" and not isinstance(chosen, torch.optim.Adafactor)
     return chosen
 
 
@@ -135,23 +234,167 @@ def _own_overrides():
         manager().update(kept)
 
 
-def _check(settings, batch, length, optimizer, precision, accumulate, device):
-    if settings.model_type not in ARCHITECTURES:
-        raise ValueError(f"architecture was {settings.model_type!r}; accepted: {', '.join(ARCHITECTURES)}")
-    for name, value in (("batch", batch), ("length", length), ("accumulate", accumulate)):
+def _check_sizes(settings, batch, length, inputs, accumulate, checkpointing, freeze_layers, lora):
+    sizes = {"batch": batch, "length": length} if inputs is None else {}
+    for name, value in (sizes | {"accumulate": accumulate}).items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} was {value!r}; accepted: a whole number, 1 or more")
-    longest = models.positions(settings)
+    for name, value in (("checkpointing", checkpointing), ("freeze_layers", freeze_layers), ("lora", lora)):
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} was {value!r}; accepted: a whole number, 0 for none")
+    longest = None if callable(settings) or inputs is not None else models.positions(settings)
     if longest is not None and length > longest:
         raise ValueError(f"length was {length}; accepted: up to {longest}, the positions this model has")
+
+
+def _check_names(optimizer, precision, device, lora):
     if not callable(optimizer) and optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer was {optimizer!r}; accepted: {', '.join(OPTIMIZERS)}, or a function of the model")
-    if optimizer == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        raise ImportError("adamw8bit is bitsandbytes' optimizer, which is not installed: pip install bitsandbytes")
     if precision not in PRECISIONS:
         raise ValueError(f"precision was {precision!r}; accepted: {', '.join(PRECISIONS)}")
     if device not in ("cuda", "cpu"):
         raise ValueError(f'device was {device!r}; accepted: "cuda" or "cpu"')
+    if optimizer == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        raise ImportError("adamw8bit is bitsandbytes' optimizer, which is not installed: pip install bitsandbytes")
+    if lora and importlib.util.find_spec("peft") is None:
+        raise ImportError("lora is peft's, which is not installed: pip install peft")
+
+
+class _Shapes(FakeTensorMode):
+    """Fake tensors that answer what only data could, where the answer changes no size, and refuse elsewhere.
+
+    What an operation gives for arguments of the same shapes is remembered, as FakeTensorMode itself does, at a
+    third of its cost: most operations of a Transformer come again in every layer.
+    """
+
+    def __init__(self):
+        # Not only fake inputs: bitsandbytes' table of 8-bit values is computed when it is constructed.
+        super().__init__(allow_non_fake_inputs=True)
+        self.inside = None  # the name of the network, while its forward runs
+        self.known = {}  # operation and arguments → shape, stride and type of each result, or None
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # nothing is compiled here, and the wrapper would cost as much as an operation
+
+    @contextmanager
+    def refusing_inside(self, network):
+        def entered(*_):
+            self.inside = type(network).__name__
+
+        def left(*_):
+            self.inside = None
+
+        handles = [network.register_forward_pre_hook(entered), network.register_forward_hook(left, always_call=True)]
+        try:
+            yield
+        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+            raise self._refusal(error.func) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _refusal(self, func):
+        return ValueError(
+            f"{self.inside or 'the step'} needs the values of a tensor ({func}), which a prediction does not have; "
+            f"accepted: steps whose shapes follow from their inputs' shapes. Run this one, with measure.memory"
+        )
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            kwargs = kwargs | {"device": torch.device("cpu")}
+        if func is aten._local_scalar_dense.default:
+            if not self.inside:  # a norm, a count of steps, a loss to print
+                return False if args[0].dtype == torch.bool else 1
+            if getattr(args[0], "constant", None) is None:
+                raise self._refusal(func)
+        name = func._schema.name
+        if name.startswith("aten::_foreach_"):  # fake tensors would take the lists apart, in three quarters of the time
+            if name.endswith("_"):
+                return None
+            if name in _LIKE_THEIR_INPUT:
+                return [torch.empty_like(tensor) for tensor in args[0]]
+        # T5's classifier reads the text's last token, and checks that each text has as many of them.
+        if func is aten.unique_consecutive.default:
+            return args[0].new_empty(1), args[0].new_empty(0), args[0].new_empty(0)
+        if func is aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype == torch.bool and args[1][0].dim() == 2:
+            return args[0][:, 0].clone()
+        try:
+            key = func, _metadata(args), _metadata(tuple(kwargs.items()))
+            known = self.known.get(key)
+        except TypeError:  # not to be compared
+            return self.dispatch(func, types, args, kwargs)
+        if known:
+            made = [self._made(args, *sizes) for sizes in known]
+            return made[0] if len(made) == 1 else tuple(made)
+        result = self.dispatch(func, types, args, kwargs)
+        if key not in self.known:
+            self.known[key] = _results(func, args, result)
+        return result
+
+    def _made(self, args, is_view, shape, stride, offset, dtype):
+        if is_view:
+            tensor = torch.empty(0, dtype=dtype, device="meta").set_(args[0].untyped_storage(), offset, shape, stride)
+        else:
+            tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return FakeTensor(self, tensor, torch.device("cpu"))
+
+
+def _metadata(value):
+    if isinstance(value, FakeTensor) and value.constant is None:
+        return value.shape, value.stride(), value.storage_offset(), value.dtype
+    if isinstance(value, torch.Tensor):
+        raise TypeError
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_metadata, value))
+    return type(value), value
+
+
+def _results(func, args, result):
+    """How to make the results again, if each is a view of the first argument, or has a whole storage of its own."""
+    made = []
+    storages = {t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, torch.Tensor)}
+    for one in result if isinstance(result, tuple) else (result,):
+        if not isinstance(one, FakeTensor) or one.constant is not None or any(one is a for a in args):
+            return None
+        storage, first = one.untyped_storage(), args[0] if args else None
+        is_view = func.is_view and storage._cdata == first.untyped_storage()._cdata
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(one.shape, one.stride()))
+        whole = not one.storage_offset() and storage.nbytes() == extent * one.itemsize
+        if not is_view and (storage._cdata in storages or not whole):
+            return None
+        storages.add(storage._cdata)
+        made.append((is_view, tuple(one.shape), one.stride(), one.storage_offset(), one.dtype))
+    return made
+
+
+_LIKE_THEIR_INPUT = {f"aten::_foreach_{name}" for name in ("add", "sub", "mul", "div", "sqrt", "neg", "pow", "lerp")}
+
+
+@contextmanager
+def _understood(fake):
+    """Let a reader's step say "cuda" where torch has none, a scaler step without looking, a model change its type."""
+    autocast, scaler = torch.amp.autocast_mode.autocast.__init__, torch.amp.GradScaler.__init__
+
+    def on_cpu(original):
+        def init(self, device="cuda", *arguments, device_type=None, **options):
+            original(self, (device_type or device).replace("cuda", "cpu"), *arguments, **options)
+
+        return init
+
+    def swap(first, second, original=torch.utils.swap_tensors):
+        fake.fake_tensor_converter.meta_converter.tensor_memo.clear()  # weak references keep tensors from swapping
+        original(first, second)
+
+    with (
+        patch.object(torch.utils, "swap_tensors", swap),
+        patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_: None),  # it looks at positions
+        patch.object(torch.amp.autocast_mode.autocast, "__init__", on_cpu(autocast)),
+        patch.object(torch.amp.GradScaler, "__init__", on_cpu(scaler)),
+        patch.object(torch.amp.GradScaler, "_maybe_opt_step", lambda self, optimizer, *_: optimizer.step()),
+    ):
+        yield
 
 
 @contextmanager
@@ -169,38 +412,77 @@ def _without_torchscript(network):
 
 
 @contextmanager
-def _cuda_semantics():
+def _cpu_semantics():
+    """The attention kernel that a CPU chooses, which fake tensors do not ask for."""
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def cpu_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        if dropout_p or enable_gqa or (attn_mask is not None and attn_mask.requires_grad):
+            return attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
+
+    with patch.object(torch.nn.functional, "scaled_dot_product_attention", cpu_attention):
+        yield
+
+
+@contextmanager
+def _cuda_semantics(gpu):
     """Send operations to the operators and types that CUDA chooses.
 
     Functions are replaced, not a mode entered: a mode would not be in force while checkpointing
     computes the forward pass again.
     """
     functions = torch.nn.functional
-    dropout, layer_norm, softmax, cross_entropy = (
-        functions.dropout, functions.layer_norm, functions.softmax, functions.cross_entropy)  # fmt: skip
+    dropout, layer_norm, softmax, cross_entropy, power = (
+        functions.dropout, functions.layer_norm, functions.softmax, functions.cross_entropy, torch.pow)  # fmt: skip
 
     def cuda_dropout(input, p=0.5, training=True, inplace=False):
         if not training or p == 0 or inplace:
             return dropout(input, p, training, inplace)
         return torch.native_dropout(input, p, True)[0]  # a mask of one byte an element
 
-    def cuda_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):
-        # As a T4 does, which has no flash kernel: memory-efficient attention, masked or not.
-        return torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, _bias(attn_mask, query, key), True, dropout_p, is_causal, scale=scale
-        )[0]
+    def cuda_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+        kernel = _attention_kernel(gpu, query, attn_mask, enable_gqa)
+        if kernel == "flash":
+            return aten._scaled_dot_product_flash_attention(
+                query, key, value, dropout_p, is_causal, False, scale=scale
+            )[0]
+        if kernel == "efficient":
+            return aten._scaled_dot_product_efficient_attention(
+                query, key, value, _bias(attn_mask, query, key), True, dropout_p, is_causal, scale=scale
+            )[0]
+        # Source: _scaled_dot_product_attention_math in ATen's transformers/attention.cpp. Halves are computed in fp32.
+        root = (scale or query.shape[-1] ** -0.5) ** 0.5
+        groups = query.shape[-3] // key.shape[-3] if enable_gqa else 1
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+        if is_causal:
+            attn_mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+        scores = (query.float() * root) @ (key.float() * root).transpose(-2, -1)
+        if attn_mask is not None:
+            scores = scores + _additive(attn_mask, torch.float32)
+        return (cuda_dropout(softmax(scores, -1), dropout_p) @ value.float()).to(query.dtype)
 
     # CUDA's autocast computes these in fp32, a CPU's does not. Source: AT_FORALL_FP32 in ATen's autocast_mode.h.
     def cuda_layer_norm(input, *arguments, **options):
-        return layer_norm(input.float(), *arguments, **options)
+        return layer_norm(_full(input), *arguments, **options)
 
     def cuda_softmax(input, dim=None, _stacklevel=3, dtype=None):
-        if input.dtype == torch.float16:  # one kernel reads halves and writes floats
-            return torch.ops.aten._softmax(input, dim, True)
-        return softmax(input.float(), dim, dtype=dtype)
+        if input.dtype == torch.float16 and (dtype == torch.float32 or torch.is_autocast_enabled("cpu")):
+            return aten._softmax(input, dim, True)  # one kernel reads halves and writes floats
+        return softmax(_full(input), dim, dtype=dtype)
 
     def cuda_cross_entropy(input, *arguments, **options):
-        return cross_entropy(input.float(), *arguments, **options)
+        return cross_entropy(_full(input), *arguments, **options)
+
+    def cuda_power(input, exponent):
+        return power(_full(input) if isinstance(input, torch.Tensor) else input, exponent)
 
     with (
         patch.object(functions, "dropout", cuda_dropout),
@@ -208,8 +490,43 @@ def _cuda_semantics():
         patch.object(functions, "layer_norm", cuda_layer_norm),
         patch.object(functions, "softmax", cuda_softmax),
         patch.object(functions, "cross_entropy", cuda_cross_entropy),
+        patch.object(torch, "pow", cuda_power),
     ):
         yield
+
+
+def _full(tensor):
+    return tensor.float() if torch.is_autocast_enabled("cpu") and tensor.is_floating_point() else tensor
+
+
+def _autocast(*tensors):
+    """The tensors as autocast hands them to a kernel."""
+    if not torch.is_autocast_enabled("cpu"):
+        return tensors
+    dtype = torch.get_autocast_dtype("cpu")
+    return [t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors]
+
+
+def _attention_kernel(gpu, query, mask, enable_gqa) -> str:
+    """Of "flash", "efficient" and "math", the one that CUDA takes. cuDNN's, on sm90, saves what flash saves.
+
+    Source: the checks of sdp_utils.cpp in ATen's transformers/cuda.
+    """
+    capability, width = gpu.capability if gpu else None, query.shape[-1]
+    if capability is None:
+        return "math" if enable_gqa else "efficient"
+    half = query.dtype != torch.float32
+    if capability >= (8, 0) and half and mask is None and width <= 256:
+        return "flash"
+    alignment = 8 if half and capability >= (7, 0) else 4 if capability >= (8, 0) else 1
+    known = query.dtype != torch.bfloat16 or capability >= (8, 0)
+    return "efficient" if known and width % alignment == 0 and not enable_gqa else "math"
+
+
+def _additive(mask, dtype):
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -torch.inf)
+    return mask.to(dtype)
 
 
 def _bias(mask, query, key):
@@ -219,10 +536,110 @@ def _bias(mask, query, key):
     """
     if mask is None:
         return None
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-    mask = mask.to(query.dtype)
+    mask = _additive(mask, query.dtype)
     length = mask.shape[-1]
     if length % 16:
         mask = torch.nn.functional.pad(mask, (0, 16 - length % 16))[..., :length]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def _add_card(prediction, tracker, gpu):
+    """What the caching allocator reserves for two steps, the first of which makes the optimizer's state."""
+    workspace = WORKSPACE_90 if gpu and gpu.capability and gpu.capability >= (9, 0) else WORKSPACE
+    initial = [block for operation, size, block in tracker.events if operation == 0 and size > 0]
+    state = [block for block in initial if block.role == "optimizer state"]
+    rest = [block for block in initial if block.role not in ("optimizer state", "gradients")]
+    gradients = [block for block in initial if block.role == "gradients"]
+    step = [(block, size > 0) for operation, size, block in tracker.events if operation > 0]
+    births = [(block, True) for block in (*rest, "forward", "backward", *gradients)]
+    once = {id(block) for block, born in step if born} - {id(block) for block, born in step if not born}
+    ended = [(block, False) for block, born in step if born and id(block) in once]
+    sequence = [*births, *step, *ended, *((block, True) for block in state), *step]
+
+    def run(room=None):
+        allocator = _Allocator(room)
+        for block, born in sequence:
+            size = workspace if isinstance(block, str) else block.size
+            if size:
+                allocator.allocate(id(block), size) if born else allocator.free(id(block))
+        return allocator
+
+    allocator = run()
+    if gpu:
+        prediction.fits = allocator.reserved_peak <= gpu.usable - CONTEXT
+        if not prediction.fits and allocator.used_peak <= gpu.usable - CONTEXT:
+            with suppress(torch.OutOfMemoryError):  # perhaps when it returns what it holds and does not use
+                allocator = run(gpu.usable - CONTEXT)
+                prediction.fits = True
+    prediction.allocated, prediction.reserved = allocator.used_peak, allocator.reserved_peak
+    rounding = allocator.reserved_peak - prediction.peak - 2 * workspace
+    prediction.card_parts = {"tensors": prediction.peak, "rounding and gaps": rounding,
+                             "cuBLAS workspaces": 2 * workspace, "CUDA context": CONTEXT}  # fmt: skip
+    prediction.card_bytes = sum(prediction.card_parts.values())
+
+
+class _Allocator:
+    """PyTorch's caching allocator, with its default settings: what it reserves for a sequence of requests.
+
+    Source: roundup_size, get_allocation_size, should_split and free_block in c10's CUDACachingAllocator.cpp.
+    """
+
+    def __init__(self, room: int | None = None):
+        self.room = room  # the most that can be reserved, in bytes
+        self.reserved = self.reserved_peak = self.used = self.used_peak = self.end = 0
+        self.segments = {}  # address → size
+        self.pools = {True: [], False: []}  # of small and of large blocks: the free ones, (size, address), sorted
+        self.starts, self.ends = {}, {}  # of free blocks: address → size, address of the end → address
+        self.held = {}  # key of a request → (size, address, small)
+
+    def allocate(self, key, size: int):
+        """torch.OutOfMemoryError where there is no room."""
+        size = -(-size // 512) * 512
+        small = size <= MiB
+        pool = self.pools[small]
+        if not pool or pool[-1][0] < size:
+            self._segment(size, small)
+        have, address = pool[bisect_left(pool, (size, 0))]  # the smallest that is large enough
+        self._take(have, address, small)
+        if have - size >= (512 if small else MiB + 1):
+            self._give(have - size, address + size, small)
+            have = size
+        self.held[key] = have, address, small
+        self.used += have
+        self.used_peak = max(self.used_peak, self.used)
+
+    def free(self, key):
+        size, address, small = self.held.pop(key)
+        self.used -= size
+        before, after = self.ends.get(address), self.starts.get(address + size)
+        if after is not None:
+            self._take(after, address + size, small)
+            size += after
+        if before is not None:
+            length = self.starts[before]
+            self._take(length, before, small)
+            size, address = size + length, before
+        self._give(size, address, small)
+
+    def _take(self, size, address, small):
+        del self.pools[small][bisect_left(self.pools[small], (size, address))]
+        del self.starts[address], self.ends[address + size]
+
+    def _give(self, size, address, small):
+        insort(self.pools[small], (size, address))
+        self.starts[address], self.ends[address + size] = size, address
+
+    def _segment(self, size, small):
+        size = 2 * MiB if small else 20 * MiB if size < 10 * MiB else -(-size // (2 * MiB)) * 2 * MiB
+        if self.room is not None and self.reserved + size > self.room:
+            for address in [a for a, whole in self.segments.items() if self.starts.get(a) == whole]:
+                whole = self.segments.pop(address)  # as the allocator does before it gives up: return what is free
+                self._take(whole, address, (whole, address) in self.pools[True])
+                self.reserved -= whole
+            if self.reserved + size > self.room:
+                raise torch.OutOfMemoryError(f"{self.reserved + size:,} bytes in a room of {self.room:,}")
+        self.segments[self.end] = size
+        self._give(size, self.end, small)
+        self.end += size + 1  # a gap: blocks of two segments are never neighbours
+        self.reserved += size
+        self.reserved_peak = max(self.reserved_peak, self.reserved)
