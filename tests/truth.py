@@ -1,11 +1,61 @@
 """The independent truth that the tracker and the prediction are held to."""
 
+import functools
 import gc
+import inspect
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 SMALL = dict(num_hidden_layers=3, hidden_size=128, num_attention_heads=4, intermediate_size=512, vocab_size=2000)
+TOKENS = dict(pad_token_id=0, bos_token_id=1, cls_token_id=1, sep_token_id=2, eos_token_id=2)
+FAMILIES = {  # the same size in each family's own words
+    "bert-base-uncased": SMALL,
+    "roberta-base": SMALL,
+    "electra-base": SMALL | dict(embedding_size=128),
+    "deberta-v3-small": SMALL,
+    "modernbert-base": SMALL | TOKENS,
+    "distilbert-base-uncased": dict(n_layers=3, dim=128, n_heads=4, hidden_dim=512, vocab_size=2000),
+    "t5-base": dict(
+        num_layers=3, num_decoder_layers=3, d_model=128, d_kv=32, d_ff=512, num_heads=4, vocab_size=2000, eos_token_id=2
+    ),
+    "gpt2": dict(n_layer=3, n_embd=128, n_head=4, vocab_size=2000) | TOKENS,
+    "llama-2-7b": SMALL | dict(num_key_value_heads=4) | TOKENS,
+}
+LAYERS = {  # where each keeps its layers, and the part before them
+    "distilbert-base-uncased": ("distilbert.transformer.layer", "distilbert.embeddings"),
+    "modernbert-base": ("model.layers", "model.embeddings"),
+    "llama-2-7b": ("model.layers", "model.embed_tokens"),
+    "gpt2": ("transformer.h", "transformer.wte", "transformer.wpe"),
+    "t5-base": ("transformer.encoder.block", "transformer.shared"),
+}
+
+
+def family_inputs(model, batch, length, padded):
+    """`inputs` as this model takes them: one end-of-sequence token a text, and token types where it has them."""
+    text = inputs(batch, length, padded)
+    text["input_ids"][:, length - 29 if padded else -1] = 2
+    accepted = inspect.signature(getattr(model, "get_base_model", lambda: model)().forward).parameters
+    return {name: tensor for name, tensor in text.items() if name in accepted}
+
+
+def family_prepared(name, model, lora=0, freeze_layers=0, checkpointing=0, precision="fp32"):
+    """The techniques in a reader's own words, for a model of FAMILIES."""
+    if precision == "bf16-pure":
+        model.to(torch.bfloat16)
+    if freeze_layers:
+        layers, *before = LAYERS.get(name, ("base_model.encoder.layer", "base_model.embeddings"))
+        for part in (*map(model.get_submodule, before), *model.get_submodule(layers)[:freeze_layers]):
+            part.requires_grad_(False)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        targets = {"distilbert-base-uncased": ["q_lin", "v_lin"], "modernbert-base": ["Wqkv"]}.get(name)
+        model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=lora, target_modules=targets))
+    if checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable(every_n_layers=checkpointing)
+    return model
 
 
 def inputs(batch=8, length=128, padded=False):
@@ -43,14 +93,21 @@ def optimizer(name, model):
         from bitsandbytes.optim import AdamW8bit
 
         return AdamW8bit(trained, lr=1e-4)
-    return {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name](trained, lr=1e-4)
+    known = {
+        "adamw": torch.optim.AdamW,
+        "fused": functools.partial(torch.optim.AdamW, fused=True),
+        "foreach": functools.partial(torch.optim.AdamW, foreach=True),
+        "adafactor": torch.optim.Adafactor,
+        "sgd": torch.optim.SGD,
+    }
+    return known[name](trained, lr=1e-4)
 
 
 def train(model, optimizer, batch, accumulate=1, precision="fp32"):
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=precision == "fp16")  # no step may be skipped
-    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
     for _ in range(accumulate):
-        with torch.autocast("cpu", dtype, enabled=precision != "fp32"):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
             loss = model(**batch).loss
         scaler.scale(loss / accumulate if accumulate > 1 else loss).backward()
         del loss

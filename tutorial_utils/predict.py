@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import sys
 import time
+import warnings
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
@@ -107,6 +108,8 @@ def step_memory(
     if not callable(settings):
         models.check_attention(settings, attention)
     with _Shapes() as fake, ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Accessing the data pointer")  # a copy asks whether there is one
         if gc.isenabled():  # a fifth of the time, for nothing: what dies here dies by its reference count
             gc.disable()
             stack.callback(gc.enable)
@@ -116,7 +119,7 @@ def step_memory(
         network = (settings() if callable(settings) else models.untrained(settings, attention)).train()
         stack.enter_context(_without_torchscript(network))
         network = _prepared(network, precision, checkpointing, freeze_layers, lora, prepare)
-        stack.enter_context(fake.refusing_inside(network))
+        stack.enter_context(fake.watching(network))
         chosen = _optimizer(optimizer, network, device)
         if inputs is None:
             inputs = _text(network, batch, length, padded)
@@ -277,8 +280,11 @@ class _Shapes(FakeTensorMode):
     def _should_skip_dynamo(cls):
         return False  # nothing is compiled here, and the wrapper would cost as much as an operation
 
+    def __deepcopy__(self, memo):
+        return self  # a parameter's copy, as peft makes of a classifier, belongs to the same mode
+
     @contextmanager
-    def refusing_inside(self, network):
+    def watching(self, network):
         def entered(*_):
             self.inside = type(network).__name__
 
@@ -288,8 +294,6 @@ class _Shapes(FakeTensorMode):
         handles = [network.register_forward_pre_hook(entered), network.register_forward_hook(left, always_call=True)]
         try:
             yield
-        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-            raise self._refusal(error.func) from error
         finally:
             for handle in handles:
                 handle.remove()
@@ -315,23 +319,30 @@ class _Shapes(FakeTensorMode):
                 return None
             if name in _LIKE_THEIR_INPUT:
                 return [torch.empty_like(tensor) for tensor in args[0]]
-        # T5's classifier reads the text's last token, and checks that each text has as many of them.
-        if func is aten.unique_consecutive.default:
-            return args[0].new_empty(1), args[0].new_empty(0), args[0].new_empty(0)
-        if func is aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype == torch.bool and args[1][0].dim() == 2:
-            return args[0][:, 0].clone()
+        if self.inside and self.inside.endswith("ForSequenceClassification"):
+            # T5's and BART's read each text's end-of-sequence token, after a look whether all have as many.
+            if func is aten.unique_consecutive.default:
+                return args[0].new_empty(1), args[0].new_empty(0), args[0].new_empty(0)
+            if func is aten.index.Tensor and args[0].dim() == 3 and [t.dtype for t in args[1]] == [torch.bool]:
+                return args[0][:, 0].clone()
         try:
             key = func, _metadata(args), _metadata(tuple(kwargs.items()))
             known = self.known.get(key)
         except TypeError:  # not to be compared
-            return self.dispatch(func, types, args, kwargs)
+            return self._traced(func, types, args, kwargs)
         if known:
             made = [self._made(args, *sizes) for sizes in known]
             return made[0] if len(made) == 1 else tuple(made)
-        result = self.dispatch(func, types, args, kwargs)
+        result = self._traced(func, types, args, kwargs)
         if key not in self.known:
             self.known[key] = _results(func, args, result)
         return result
+
+    def _traced(self, func, types, args, kwargs):
+        try:
+            return self.dispatch(func, types, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+            raise self._refusal(func) from error
 
     def _made(self, args, is_view, shape, stride, offset, dtype):
         if is_view:
@@ -379,9 +390,15 @@ def _understood(fake):
 
     def on_cpu(original):
         def init(self, device="cuda", *arguments, device_type=None, **options):
-            original(self, (device_type or device).replace("cuda", "cpu"), *arguments, **options)
+            original(self, here(device_type or device), *arguments, **options)
 
         return init
+
+    def here(value):
+        return "cpu" if isinstance(value, (str, torch.device)) and str(value).startswith("cuda") else value
+
+    def to(self, *arguments, original=torch.Tensor.to, **options):
+        return original(self, *map(here, arguments), **{name: here(value) for name, value in options.items()})
 
     def swap(first, second, original=torch.utils.swap_tensors):
         fake.fake_tensor_converter.meta_converter.tensor_memo.clear()  # weak references keep tensors from swapping
@@ -389,6 +406,8 @@ def _understood(fake):
 
     with (
         patch.object(torch.utils, "swap_tensors", swap),
+        patch.object(torch.Tensor, "to", to),
+        patch.object(torch.Tensor, "cuda", lambda self, *_, **__: self),
         patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_: None),  # it looks at positions
         patch.object(torch.amp.autocast_mode.autocast, "__init__", on_cpu(autocast)),
         patch.object(torch.amp.GradScaler, "__init__", on_cpu(scaler)),
@@ -554,7 +573,9 @@ def _add_card(prediction, tracker, gpu):
     births = [(block, True) for block in (*rest, "forward", "backward", *gradients)]
     once = {id(block) for block, born in step if born} - {id(block) for block, born in step if not born}
     ended = [(block, False) for block, born in step if born and id(block) in once]
-    sequence = [*births, *step, *ended, *((block, True) for block in state), *step]
+    died = {id(block) for block, born in step if not born}
+    again = [(block, True) for block in [*rest, *gradients] if id(block) in died]
+    sequence = [*births, *step, *ended, *((block, True) for block in state), *again, *step]
 
     def run(room=None):
         allocator = _Allocator(room)
