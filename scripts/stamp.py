@@ -1,7 +1,7 @@
-"""Stamp what is generated into the lessons and README: badges, cards, the setup cell, the table.
+"""Stamp what is generated into the lessons and README: badges, cards, the setup cell, the tables.
 
 The course's public address is one setting, `repository` under [tool.course] in pyproject.toml, empty
-where there is none. Run it after changing that, a lesson's metadata or a recording:
+where there is none. Run it after changing that, a lesson's metadata, a recording or the comparison of predictors:
 python scripts/stamp.py [--check]   (--check writes nothing and fails where something is stale)
 """
 
@@ -18,6 +18,12 @@ from tutorial_utils import bounds  # noqa: E402
 from tutorial_utils.figures import size  # noqa: E402
 
 SETUP = Path(__file__).with_name("setup_cell.py")
+COMPARED = ROOT / "tutorial_utils" / "facts" / "predictions" / "compared.json"
+PREDICTORS = {
+    "step_memory": "`predict.step_memory`",
+    "MemTracker": "PyTorch's `MemTracker`",
+    "VRAMGuard": "torch-preflight's `VRAMGuard`",
+}
 
 
 def repository() -> str:
@@ -80,6 +86,40 @@ def readme_table(notebooks: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def predictors_table(content: dict) -> str:
+    """What scripts/compare_predictors.py found."""
+    lines = [
+        "| predictor | answered | median error | worst error | seconds for BERT-large | cannot say |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, shown in PREDICTORS.items():
+        found = content["summary"][name]
+        cells = [shown, f"{found['answered']} of {found['cases']}", *errors(found)]
+        cells += [f"{found['seconds_bert_large']:.1f}", "; ".join(found["cannot_say"])]
+        lines.append("| " + " | ".join(cells) + " |")
+    median, worst = errors(content["summary"]["estimate_config"])
+    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    lines += [
+        "",
+        f"torch-preflight's formula, `estimate_config`: median {median}, worst {worst}.",
+        "",
+        f"Compared on a CPU on {content['date']}, with {versions}. "
+        f"[How each was asked, and each case]({COMPARED.relative_to(ROOT).as_posix()}).",
+    ]
+    return "\n".join(lines)
+
+
+def errors(found: dict) -> list[str]:
+    return [f"{100 * found[name]:.{1 if found[name] >= 0.001 else 3}f} %" for name in ("median_error", "worst_error")]
+
+
+def between(text: str, name: str, content: str) -> str:
+    """The text with this content between its markers of that name."""
+    before, rest = text.split(f"<!-- {name} -->")
+    _, after = rest.split(f"<!-- /{name} -->")
+    return f"{before}<!-- {name} -->\n{content}\n<!-- /{name} -->{after}"
+
+
 def stamped(address: str) -> dict[Path, str]:
     """The text that each generated file should have."""
     texts, notebooks = {}, {}
@@ -102,9 +142,9 @@ def stamped(address: str) -> dict[Path, str]:
         r'REPOSITORY = \\".*?\\"', lambda _: f'REPOSITORY = \\"{address}\\"', recording.read_text()
     )
     readme = ROOT / "README.md"
-    before, rest = readme.read_text().split("<!-- lessons -->")
-    _, after = rest.split("<!-- /lessons -->")
-    texts[readme] = f"{before}<!-- lessons -->\n{readme_table(notebooks)}\n<!-- /lessons -->{after}"
+    texts[readme] = between(readme.read_text(), "lessons", readme_table(notebooks))
+    if COMPARED.exists():  # else what was compared elsewhere stays
+        texts[readme] = between(texts[readme], "predictors", predictors_table(json.loads(COMPARED.read_text())))
     return texts
 
 
