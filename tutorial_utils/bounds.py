@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import machine
+from .figures import Table, size
 
 FACTS = Path(__file__).parent / "facts"
+_AGAIN = "write it again with `make record`"
 
 
 @dataclass(frozen=True)
@@ -45,45 +47,30 @@ class Verdict:
 
     def require(self):
         """Print "inside" for each figure. AssertionError, naming figures and bounds, if one is not."""
-        outside = [b for b in self.bounds if not b.inside]
+        outside = [
+            f"{self.lesson}: {b.figure} is {b.value:,.4g}, outside {b.low:,.4g} to {b.high:,.4g} ({b.source}: {b.why})"
+            for b in self.bounds
+            if not b.inside
+        ]
         if outside:
-            raise AssertionError(
-                "; ".join(
-                    f"{self.lesson}: {b.figure} is {b.value:,.4g}, outside {b.low:,.4g} to {b.high:,.4g} "
-                    f"({b.source}: {b.why})"
-                    for b in outside
-                )
-            )
+            raise AssertionError("; ".join(outside))
         for bound in self.bounds:
             print(f"{bound.figure}: inside")
 
     def rows(self) -> list[dict]:
-        from .figures import size
-
         rows = []
         for bound in self.bounds:
+            name = bound.figure.removesuffix("_bytes").replace("_", " ")
             form = size if bound.figure.endswith("_bytes") else "{:.3g}".format
-            rows.append(
-                {
-                    "figure": bound.figure.removesuffix("_bytes").replace("_", " "),
-                    "value": form(bound.value),
-                    "bound": f"{form(bound.low)} to {form(bound.high)}",
-                    "by": bound.source,
-                }
-            )
+            value, low, high = map(form, (bound.value, bound.low, bound.high))
+            rows.append({"figure": name, "value": value, "bound": f"{low} to {high}", "by": bound.source})
         return rows
 
-    def _repr_html_(self):
-        from .figures import Table
-
+    def _repr_html_(self) -> str:
         return Table(self.rows())._repr_html_()
 
-    def __str__(self):
-        from .figures import Table
-
-        return str(Table(self.rows()))
-
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return repr(Table(self.rows()))
 
 
 def compare(lesson: str, figures: dict[str, float], predicted: dict[str, float] | None = None) -> Verdict:
@@ -101,24 +88,21 @@ def compare(lesson: str, figures: dict[str, float], predicted: dict[str, float] 
             f"{lesson} reports {sorted(figures)}; bounds.toml bounds {sorted(expected)}: "
             f"each figure needs its bound there"
         )
-    recorded = _recorded(lesson, here, figures)
-    verdict = Verdict(
-        lesson,
-        [
-            _bound(name, value, expected[name], here.backend, recorded, predicted or {})
-            for name, value in figures.items()
-        ],
-    )
-    _report(lesson, figures, all(bound.inside for bound in verdict.bounds))
-    return verdict
+    sources = {"recorded": _recorded(lesson, here, figures), "predicted": predicted or {}}
+    bounds = [_bound(name, value, expected[name], here.backend, sources) for name, value in figures.items()]
+    _report(lesson, figures, all(bound.inside for bound in bounds))
+    return Verdict(lesson, bounds)
+
+
+def _bounds(lesson: str) -> dict:
+    return tomllib.loads((FACTS / "bounds.toml").read_text()).get(lesson, {})
 
 
 def _expected(lesson: str, here) -> dict:
     """The bounds that this machine can meet: of its class, and of packages that are installed."""
-    every = tomllib.loads((FACTS / "bounds.toml").read_text()).get(lesson, {})
     return {
         name: bound
-        for name, bound in every.items()
+        for name, bound in _bounds(lesson).items()
         if (name.endswith("_bytes") or _range(bound, here.backend))
         and ("needs" not in bound or importlib.util.find_spec(bound["needs"]))
     }
@@ -133,10 +117,10 @@ def load(path: Path) -> dict:
     try:
         content = json.loads(path.read_text())
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path.name} is not JSON ({error}): write it again with `make record`") from None
+        raise ValueError(f"{path.name} is not JSON ({error}): {_AGAIN}") from None
     for key in ("machine", "versions", "date", "lessons"):
         if key not in content:
-            raise ValueError(f"{path.name} has no {key!r}; it has {sorted(content)}: write it again with `make record`")
+            raise ValueError(f"{path.name} has no {key!r}; it has {sorted(content)}: {_AGAIN}")
     return content
 
 
@@ -171,31 +155,24 @@ def _recorded(lesson: str, here, figures) -> dict[str, float]:
     values = content["lessons"][lesson]["figures"]
     for name in figures:
         if name not in values:
-            raise ValueError(
-                f"{path.name} has no figure {name!r} for {lesson}; it has {sorted(values)}: "
-                f"write it again with `make record`"
-            )
+            raise ValueError(f"{path.name} has no figure {name!r} for {lesson}; it has {sorted(values)}: {_AGAIN}")
     return values
 
 
-def _bound(name, value, expected, backend, recorded, predicted) -> Bound:
+def _bound(name: str, value: float, expected: dict, backend: str, sources: dict[str, dict]) -> Bound:
     why = expected["why"]
-    if name.endswith("_bytes"):
-        for source, values in (("recorded", recorded), ("predicted", predicted)):
-            if name in values:
-                slack = expected[f"{source}_tolerance"] * values[name]
-                return Bound(name, value, values[name] - slack, values[name] + slack, source, why)
-        raise ValueError(
-            f"{name} is in bytes and this machine has no recording of it: pass its prediction in `predicted`"
-        )
-    low, high = _range(expected, backend)
-    return Bound(name, value, low, high, backend, why)
+    if not name.endswith("_bytes"):
+        return Bound(name, value, *_range(expected, backend), backend, why)
+    for source, values in sources.items():
+        if name in values:
+            slack = expected[f"{source}_tolerance"] * values[name]
+            return Bound(name, value, values[name] - slack, values[name] + slack, source, why)
+    raise ValueError(f"{name} is in bytes and this machine has no recording of it: pass its prediction in `predicted`")
 
 
 def _report(lesson: str, figures: dict, inside: bool | None):
     """For the course runner: the figures, to the file that it named."""
-    path = os.environ.get("COURSE_REPORT")
-    if path:
+    if path := os.environ.get("COURSE_REPORT"):
         write(Path(path), {"lesson": lesson, "figures": figures, "inside": inside})
 
 
@@ -217,37 +194,34 @@ def claims(lesson: str, measured: dict[str, float], predicted: dict[str, float])
     all it says. GPU is – for what lessons only predict. Without evidence the verdict is open, with
     what the claim `needs`; ValueError where it needs nothing.
     """
-    rows, bounded = [], tomllib.loads((FACTS / "bounds.toml").read_text()).get(lesson, {})
-    for claim in tomllib.loads((FACTS / "claims.toml").read_text()).values():
-        if claim["lesson"] != lesson:
-            continue
-        name, claimed = claim["figure"], claim["claimed"]
-        recorded = {gpu: figures[name] for gpu, figures in recorded_on_gpus(lesson).items() if name in figures}
-        evidence = [*recorded.values(), *(v[name] for v in (predicted, measured) if name in v)]
-        if not evidence and "needs" not in claim:
-            raise ValueError(f"claim on {name!r}: neither measured, predicted nor recorded")
-        if not evidence:
-            verdict = f"open: needs {claim['needs']}"
-        elif claim.get("above") or claim.get("below"):
-            right_side = evidence[0] > claimed if claim.get("above") else evidence[0] < claimed
-            verdict = "holds" if right_side else "does not hold"
-        elif abs(evidence[0] - claimed) <= 0.2 * claimed:
-            verdict = "holds"
-        else:
-            verdict = "lower here" if evidence[0] < claimed else "higher here"
-        here = [
-            f"{values[name]:.3g} {how}"
-            for how, values in (("measured", measured), ("predicted", predicted))
-            if name in values
-        ]
-        rows.append(
-            {
-                "claim": f"{claim['claim']} ({claim['source']})",
-                "claimed": f"{claimed:.3g}",
-                "here": ", ".join(here) or "–",
-                "GPU": ", ".join(f"{gpu} {value:.3g}" for gpu, value in recorded.items())
-                or ("not yet" if name in bounded else "–"),
-                "verdict": verdict,
-            }
-        )
-    return rows
+    every = tomllib.loads((FACTS / "claims.toml").read_text()).values()
+    return [_claim(claim, measured, predicted) for claim in every if claim["lesson"] == lesson]
+
+
+def _claim(claim: dict, measured: dict[str, float], predicted: dict[str, float]) -> dict:
+    name, lesson = claim["figure"], claim["lesson"]
+    recorded = {gpu: figures[name] for gpu, figures in recorded_on_gpus(lesson).items() if name in figures}
+    here = {how: by[name] for how, by in (("measured", measured), ("predicted", predicted)) if name in by}
+    evidence = [*recorded.values(), *reversed(here.values())]  # the strongest first
+    gpus = ", ".join(f"{gpu} {value:.3g}" for gpu, value in recorded.items())
+    return {
+        "claim": f"{claim['claim']} ({claim['source']})",
+        "claimed": f"{claim['claimed']:.3g}",
+        "here": ", ".join(f"{value:.3g} {how}" for how, value in here.items()) or "–",
+        "GPU": gpus or ("not yet" if name in _bounds(lesson) else "–"),
+        "verdict": _verdict(claim, evidence),
+    }
+
+
+def _verdict(claim: dict, evidence: list[float]) -> str:
+    if not evidence and "needs" not in claim:
+        raise ValueError(f"claim on {claim['figure']!r}: neither measured, predicted nor recorded")
+    if not evidence:
+        return f"open: needs {claim['needs']}"
+    strongest, claimed = evidence[0], claim["claimed"]
+    if claim.get("above") or claim.get("below"):
+        right_side = strongest > claimed if claim.get("above") else strongest < claimed
+        return "holds" if right_side else "does not hold"
+    if abs(strongest - claimed) <= 0.2 * claimed:
+        return "holds"
+    return "lower here" if strongest < claimed else "higher here"

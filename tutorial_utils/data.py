@@ -7,16 +7,14 @@ transformers, read with `ast` and never imported. The task is to tell which libr
 import ast
 import csv
 import hashlib
-import importlib.metadata
 import importlib.util
 import os
 import platform
-import shutil
-import sysconfig
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
@@ -94,9 +92,8 @@ def encode(rows, tokenizer, length: int | None = None) -> list[dict]:
                 f"row {number} has {len(ids)} tokens; the model accepts {limit}. "
                 f"Pass length={limit} (or less) to cut longer texts"
             )
-    names = list(encoded)
-    columns = zip(*(encoded[name] for name in names))
-    return [dict(zip(names, values), labels=row["label"]) for values, row in zip(columns, rows)]
+    examples = (dict(zip(encoded, values)) for values in zip(*encoded.values()))
+    return [{**example, "labels": row["label"]} for example, row in zip(examples, rows)]
 
 
 def loader(
@@ -126,29 +123,25 @@ def loader(
 
 
 def _docstrings() -> Corpus:
-    installed = importlib.util.find_spec("datasets") is not None
-    if not installed:
+    if not importlib.util.find_spec("datasets"):
         print("datasets is not installed: the docstrings are read afresh, as a plain list")
         return Corpus(*_harvest(), list(LIBRARIES), "docstrings")
     import datasets
 
-    versions = [platform.python_version(), *map(importlib.metadata.version, LIBRARIES[1:])]
-    key = hashlib.sha256(" ".join([str(_EDITION), *versions]).encode()).hexdigest()[:12]
+    key = _hash(" ".join([str(_EDITION), platform.python_version(), *map(version, LIBRARIES[1:])]))[:12]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tutorial_utils"
     folder = cache / f"docstrings-{key}"
     if not folder.exists():
         print("Reading the docstrings of the installed libraries: once, about ten seconds")
         splits = [_dataset(rows, list(LIBRARIES)) for rows in _harvest()]
         cache.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(dir=cache))
-        datasets.disable_progress_bars()
-        for name, split in zip(("train", "test"), splits):
-            split.save_to_disk(unfinished / name)
-        datasets.enable_progress_bars()
-        try:
-            unfinished.replace(folder)
-        except OSError:  # another process was first
-            shutil.rmtree(unfinished)
+        with tempfile.TemporaryDirectory(dir=cache) as unfinished:
+            datasets.disable_progress_bars()
+            for name, split in zip(("train", "test"), splits):
+                split.save_to_disk(Path(unfinished, name))
+            datasets.enable_progress_bars()
+            with suppress(OSError):  # another process was first
+                Path(unfinished).replace(folder)
     train, test = (datasets.load_from_disk(str(folder / name)) for name in ("train", "test"))
     return Corpus(train, test, list(LIBRARIES), "docstrings")
 
@@ -158,32 +151,25 @@ def _harvest() -> tuple[list[dict], list[dict]]:
 
     A module's texts all go to one split, and no text stands twice.
     """
-    seen, splits = set(), ([], [])
+    found = {}  # text → (the label of its library, the hash of its module)
     for label, library in enumerate(LIBRARIES):
-        root = _root(library)
+        root = Path(importlib.util.find_spec("ast" if library == "python" else library).origin).parent
         files = [p for p in root.rglob("*.py") if not _LEFT_OUT & set(p.relative_to(root).parts)]
         # In the order of a hash: any part of the list is then a fair sample of the library.
         ordered = sorted((_hash(p.relative_to(root).as_posix()), p) for p in files)
-        texts, size = 0, 0
+        before, size = len(found), 0
         for digest, path in ordered:
-            if texts >= _TEXTS_PER_LIBRARY or size >= _BYTES_PER_LIBRARY:
+            if len(found) - before >= _TEXTS_PER_LIBRARY or size >= _BYTES_PER_LIBRARY:
                 break
             source = path.read_bytes()
             size += len(source)
             for text in _texts_of(source):
-                if text not in seen:
-                    seen.add(text)
-                    texts += 1
-                    splits[int(digest, 16) % 5 == 0].append({"text": text, "label": label})
-    for rows in splits:
-        rows.sort(key=lambda row: _hash(row["text"]))
+                found.setdefault(text, (label, digest))
+    splits = ([], [])
+    for text in sorted(found, key=_hash):
+        label, digest = found[text]
+        splits[int(digest, 16) % 5 == 0].append({"text": text, "label": label})
     return splits
-
-
-def _root(library: str) -> Path:
-    if library == "python":
-        return Path(sysconfig.get_path("stdlib"))
-    return Path(importlib.util.find_spec(library).submodule_search_locations[0])
 
 
 def _hash(text: str) -> str:
@@ -211,15 +197,9 @@ def _csv(path: Path, text: str, label: str) -> Corpus:
         raise FileNotFoundError(f"no file at {str(path)!r}: give the path of a CSV file with a header")
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
-        columns = reader.fieldnames or []
-        for name in (text, label):
-            if name not in columns:
-                raise ValueError(
-                    f"{path.name} has no column {name!r}; it has {columns}. "
-                    f"Name the two to use: load(path, text=…, label=…)"
-                )
-        rows = [(row[text], row[label]) for row in reader]
-    return _from_pairs(rows, path.name)
+        _check_columns(reader.fieldnames or [], text, label, path.name, "path")
+        pairs = [(row[text], row[label]) for row in reader]
+    return _from_pairs(pairs, path.name)
 
 
 def _hub(name: str, text: str, label: str) -> Corpus:
@@ -241,18 +221,19 @@ def _hub(name: str, text: str, label: str) -> Corpus:
         return _docstrings()
     if "test" not in splits:
         splits = splits["train"].train_test_split(0.2, seed=0)
-    train = splits["train"]
-    for column in (text, label):
-        if column not in train.column_names:
-            raise ValueError(
-                f"{name} has no column {column!r}; it has {train.column_names}. "
-                f"Name the two to use: load(source, text=…, label=…)"
-            )
-    if not isinstance(train.features[label], datasets.ClassLabel):
+    _check_columns(splits["train"].column_names, text, label, name, "source")
+    if not isinstance(splits["train"].features[label], datasets.ClassLabel):
         splits = splits.class_encode_column(label)
-    splits = splits.rename_columns({k: v for k, v in ((text, "text"), (label, "label")) if k != v})
-    splits = splits.select_columns(["text", "label"])
+    splits = splits.rename_columns({text: "text", label: "label"}).select_columns(["text", "label"])
     return Corpus(splits["train"], splits["test"], splits["train"].features["label"].names, name)
+
+
+def _check_columns(found: list[str], text: str, label: str, source: str, given: str):
+    for name in (text, label):
+        if name not in found:
+            raise ValueError(
+                f"{source} has no column {name!r}; it has {found}. Name the two to use: load({given}, text=…, label=…)"
+            )
 
 
 def _from_pairs(pairs: list[tuple[str, str]], source: str) -> Corpus:
@@ -260,11 +241,11 @@ def _from_pairs(pairs: list[tuple[str, str]], source: str) -> Corpus:
         for name, value in (("text", text), ("label", answer)):
             if not value or not value.strip():
                 raise ValueError(f"{source}: row {number} has an empty {name}: remove it or fill it in")
-    if len({text for text, _ in pairs}) < 2:
-        raise ValueError(f"{source} has {len(pairs)} rows; accepted: two different texts or more")
-    labels = sorted({answer for _, answer in pairs})
     # By the hash of the text: the same text never stands in both splits.
     texts = sorted({text for text, _ in pairs}, key=_hash)
+    if len(texts) < 2:
+        raise ValueError(f"{source} has {len(pairs)} rows; accepted: two different texts or more")
+    labels = sorted({answer for _, answer in pairs})
     held_out = set(texts[: max(1, len(texts) // 5)])
     splits = ([], [])
     for text, answer in pairs:
@@ -277,5 +258,4 @@ def _from_pairs(pairs: list[tuple[str, str]], source: str) -> Corpus:
 def _dataset(rows: list[dict], labels: list[str]):
     from datasets import ClassLabel, Dataset, Features, Value
 
-    features = Features({"text": Value("string"), "label": ClassLabel(names=labels)})
-    return Dataset.from_list(rows, features=features)
+    return Dataset.from_list(rows, Features({"text": Value("string"), "label": ClassLabel(names=labels)}))

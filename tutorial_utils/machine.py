@@ -91,17 +91,11 @@ def start(network: bool = False) -> Machine:
     if missing and network:
         _install(missing)
     elif missing:
-        print(
-            f"Not installed: {', '.join(missing)}. Cells that use them will not run; "
-            f"with a network, set NETWORK = True above"
-        )
+        names = ", ".join(missing)
+        print(f"Not installed: {names}. Cells that use them will not run; with a network, set NETWORK = True above")
     _quiet()
-    print(
-        f"{here.name}, {here.memory / GiB:.0f} GiB, {here.cores} cores; "
-        + ", ".join(f"{name} {version}" for name, version in here.versions.items())
-    )
-    for line in limits(here):
-        print(line)
+    versions = ", ".join(f"{name} {version}" for name, version in here.versions.items())
+    print(f"{here.name}, {here.memory / GiB:.0f} GiB, {here.cores} cores; {versions}", *limits(here), sep="\n")
     return here
 
 
@@ -125,9 +119,7 @@ def preset(here: Machine) -> Preset:
     """The largest of the course's sizes that leaves a third of this machine's memory free."""
     if here.device == "cpu":
         return Preset("tiny", "pretrained", 32, 128)
-    if here.memory > 14 * GiB:
-        return Preset("bert-large-uncased", "random", 32, 128)
-    return Preset("bert-base-uncased", "random", 32, 128)
+    return Preset("bert-large-uncased" if here.memory > 14 * GiB else "bert-base-uncased", "random", 32, 128)
 
 
 @dataclass(frozen=True)
@@ -194,19 +186,15 @@ def hub_reachable() -> bool:
 
     try:
         HfApi().model_info("google-bert/bert-base-uncased", timeout=5)
-    except HfHubHTTPError:
-        return True  # it answered, if not to our liking
-    except Exception:
-        return False
+    except Exception as error:
+        return isinstance(error, HfHubHTTPError)  # then it answered, if not to our liking
     return True
 
 
 def _check_versions(versions: dict[str, str]):
-    def number(version):
-        return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-
     for name, oldest in OLDEST.items():
-        if number(versions[name]) < number(oldest):
+        found, least = ([int(part) for part in re.findall(r"\d+", v)[:2]] for v in (versions[name], oldest))
+        if found < least:
             advice = {
                 "python": "use a newer image or environment",
                 "torch": "choose a newer image of the platform: this course does not replace its torch",
@@ -219,8 +207,7 @@ def _install(packages: list[str]):
     import torch
 
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
-        constraints.write(f"torch=={torch.__version__}\n")
-        constraints.flush()
+        print(f"torch=={torch.__version__}", file=constraints, flush=True)
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", constraints.name]
         subprocess.run([*pip, *packages], check=True)
     importlib.invalidate_caches()
@@ -239,9 +226,8 @@ def _quiet():
 def _has_kernels(capability: tuple[int, int], architectures: list[str]) -> bool:
     # Machine code runs on later minor versions of its major one; PTX on anything later.
     for architecture in architectures:
-        kind, digits = re.match(r"(sm|compute)_(\d+)", architecture).groups()
-        built = (int(digits[:-1]), int(digits[-1]))
-        if built <= capability and (kind == "compute" or built[0] == capability[0]):
+        kind, major, minor = re.match(r"(sm|compute)_(\d+)(\d)", architecture).groups()
+        if (int(major), int(minor)) <= capability and (kind == "compute" or int(major) == capability[0]):
             return True
     return False
 
