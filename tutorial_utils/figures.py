@@ -52,8 +52,11 @@ def memory_table(reports: dict[str, Memory]) -> Table:
     return Table([{"at the peak": name, **dict(zip(reports, row))} for name, row in sizes.items()])
 
 
-def memory_bars(reports: dict[str, Memory], card: int | None = None, card_name: str = "card"):
-    """A bar for each report, by role, and a line where a card ends."""
+def memory_bars(reports: dict[str, Memory], card: int | None = None, card_name="card", outside=False, show=None):
+    """A bar for each report, by role, and a line where a card ends, in bytes.
+
+    outside: also what a prediction's card holds besides tensors. show: what takes the picture, in place of display.
+    """
     if (axes := _axes(0.9 + 0.45 * len(reports))) is None:
         return
     peak = max(report.peak for report in reports.values())
@@ -64,6 +67,10 @@ def memory_bars(reports: dict[str, Memory], card: int | None = None, card_name: 
         if max(widths) > 0.002 * peak / scale:
             axes.barh(list(reports), widths, left=ends, color=COLOURS[role], label=role, height=0.65)
         ends = [end + width for end, width in zip(ends, widths)]
+    if outside:
+        widths = [(report.card_bytes - report.peak) / scale for report in reports.values()]
+        axes.barh(list(reports), widths, left=ends, color=_TEXT, alpha=0.4, label="outside tensors", height=0.65)
+        ends = [end + width for end, width in zip(ends, widths)]
     for position, end in enumerate(ends):
         axes.annotate(f"{end:.3g}", (end, position), (3, 0), textcoords="offset points", va="center", color=_TEXT)
     axes.margins(x=0.12)
@@ -71,8 +78,8 @@ def memory_bars(reports: dict[str, Memory], card: int | None = None, card_name: 
         axes.axvline(card / scale, color=_TEXT, linestyle="--")
         _name_above(axes, card / scale, card_name)
     axes.invert_yaxis()
-    axes.set_xlabel(f"tensor memory at the peak, {unit}")
-    _show(axes)
+    axes.set_xlabel(f"{'memory of the card' if outside else 'tensor memory'} at the peak, {unit}")
+    _show(axes, show=show)
 
 
 def timeline(report: Memory):
@@ -150,7 +157,7 @@ def _name_above(axes, place: float, name: str):
     )
 
 
-def _show(axes, legend: bool = True):
+def _show(axes, legend: bool = True, show=None):
     try:
         from IPython.display import Image, display
     except ImportError:
@@ -159,4 +166,4 @@ def _show(axes, legend: bool = True):
         axes.figure.legend(loc="outside lower center", ncols=3, frameon=False, labelcolor=_TEXT)
     png = io.BytesIO()
     axes.figure.savefig(png, format="png", dpi=192, transparent=True)
-    display(Image(png.getvalue(), width=480))
+    (show or display)(Image(png.getvalue(), width=480))

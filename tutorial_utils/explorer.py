@@ -1,0 +1,64 @@
+"""The panel: choose a model, a card, a batch and techniques; see what fits. `panel()`"""
+
+import html
+
+from . import figures, machine, models, predict
+
+LENGTHS, BATCHES, CHECKPOINTS = (32, 64, 128, 256, 512), (1, 2, 4, 8, 16, 32, 64), {"none": 0, "every layer": 1}
+
+
+def panel(model: str = "bert-large-uncased", card: str = "Tesla T4", batch: int = 32, length: int = 128):
+    """Show the prediction for these and, where widgets work, controls that change it.
+
+    The picture and the verdict are plain outputs, which the controls replace: a page without widgets keeps them.
+    """
+    try:
+        import ipywidgets
+        from IPython.display import HTML, display
+    except ImportError as error:
+        print(_sentence(predict.step_memory(model, batch, length, card=card), machine.gpu(card)))
+        print(f"{error.name} is not installed: no panel")
+        return
+    controls = {
+        "model": ipywidgets.Dropdown(options=models.names(), value=model),
+        "card": ipywidgets.Dropdown(options=list(machine.gpus()), value=card),
+        "batch": ipywidgets.SelectionSlider(options=BATCHES, value=batch, continuous_update=False),
+        "length": ipywidgets.SelectionSlider(options=LENGTHS, value=length, continuous_update=False),
+        "optimizer": ipywidgets.Dropdown(options=predict.OPTIMIZERS),
+        "precision": ipywidgets.Dropdown(options=list(predict.PRECISIONS)),
+        "checkpointing": ipywidgets.Dropdown(options=CHECKPOINTS),
+        "freeze_layers": ipywidgets.BoundedIntText(min=0, max=48),
+        "lora": ipywidgets.Dropdown(options={"none": 0, "rank 8": 8}),
+        "padded": ipywidgets.Checkbox(value=True, indent=False),
+    }
+    for name, control in controls.items():
+        control.description = name.replace("_", " ")
+    box = ipywidgets.VBox(list(controls.values()))
+    view = {"version_major": 2, "version_minor": 0, "model_id": box.model_id}
+    static = "<p>Run this cell in Jupyter, Kaggle or Colab to have the controls.</p>"
+    display({"application/vnd.jupyter.widget-view+json": view, "text/html": static, "text/plain": ""}, raw=True)
+    verdict, picture = display(HTML(), display_id=True), display(HTML(), display_id=True)
+
+    def show(_=None):
+        choices = {name: control.value for name, control in controls.items()}
+        try:
+            report = predict.step_memory(**choices)
+        except (ValueError, ImportError) as error:
+            verdict.update(HTML(f"<p>No prediction: {html.escape(str(error))}</p>"))
+            return
+        gpu = machine.gpu(choices["card"])
+        verdict.update(HTML(f"<p>{html.escape(_sentence(report, gpu))}</p>"))
+        shown = {f"{choices['model']}\n{choices['batch']} × {choices['length']}": report}
+        figures.memory_bars(shown, gpu.usable, gpu.name, outside=True, show=picture.update)
+
+    for control in controls.values():
+        control.observe(show, "value")
+    show()
+
+
+def _sentence(report: predict.Prediction, gpu: machine.Gpu) -> str:
+    parts = ", ".join(f"{name} {figures.size(size)}" for name, size in report.card_parts.items())
+    return (
+        f"{'Fits' if report.fits else 'Does not fit'}: at most {figures.size(report.card_bytes)} on the card "
+        f"({parts}), of {figures.size(gpu.usable)} that a {gpu.name} gives a process."
+    )
