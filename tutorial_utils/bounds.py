@@ -99,17 +99,14 @@ def _bounds(lesson: str) -> dict:
 
 
 def _expected(lesson: str, here) -> dict:
-    """The bounds that this machine can meet: of its class, and of packages that are installed."""
-    return {
-        name: bound
-        for name, bound in _bounds(lesson).items()
-        if (name.endswith("_bytes") or _range(bound, here.backend))
-        and ("needs" not in bound or importlib.util.find_spec(bound["needs"]))
-    }
-
-
-def _range(bound: dict, backend: str) -> list[float] | None:
-    return bound.get(backend) or bound.get(backend.partition("-")[0])
+    """The bounds that this machine can meet, with its `range`: of its class, and of packages that are installed."""
+    expected = {}
+    for name, bound in _bounds(lesson).items():
+        limits = bound.get(here.backend) or bound.get(here.backend.partition("-")[0])
+        installed = "needs" not in bound or importlib.util.find_spec(bound["needs"])
+        if installed and (limits or name.endswith("_bytes")):
+            expected[name] = {**bound, "range": limits}
+    return expected
 
 
 def load(path: Path) -> dict:
@@ -162,7 +159,7 @@ def _recorded(lesson: str, here, figures) -> dict[str, float]:
 def _bound(name: str, value: float, expected: dict, backend: str, sources: dict[str, dict]) -> Bound:
     why = expected["why"]
     if not name.endswith("_bytes"):
-        return Bound(name, value, *_range(expected, backend), backend, why)
+        return Bound(name, value, *expected["range"], backend, why)
     for source, values in sources.items():
         if name in values:
             slack = expected[f"{source}_tolerance"] * values[name]

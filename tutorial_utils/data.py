@@ -110,13 +110,10 @@ def loader(
         raise ValueError(f"batch_size was {batch_size}; accepted: 1 or more")
     if padding not in ("longest", "max_length"):
         raise ValueError(f'padding was {padding!r}; accepted: "longest" or "max_length"')
-    return torch.utils.data.DataLoader(
-        encode(rows, tokenizer, length),
-        batch_size=batch_size,
-        shuffle=shuffle,
-        generator=torch.Generator().manual_seed(seed),
-        collate_fn=DataCollatorWithPadding(tokenizer, padding=padding, max_length=length),
-    )
+    examples = encode(rows, tokenizer, length)
+    order = torch.Generator().manual_seed(seed)
+    collate = DataCollatorWithPadding(tokenizer, padding=padding, max_length=length)
+    return torch.utils.data.DataLoader(examples, batch_size, shuffle, generator=order, collate_fn=collate)
 
 
 # The three sources
