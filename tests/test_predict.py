@@ -260,8 +260,8 @@ def test_bert_large_is_predicted_in_a_second():
         (dict(accumulate=0), "accumulate was 0"),
         (dict(optimizer="lion"), "optimizer was 'lion'; accepted: adamw, adamw8bit, adafactor, sgd, or a function"),
         (dict(precision="fp8"), "precision was 'fp8'; accepted: fp32, fp16, bf16, bf16-pure"),
-        (dict(lora=-1), "lora was -1; accepted: a whole number, 0 for none"),
-        (dict(freeze_layers=25), "freeze_layers was 25; accepted: up to 24, the layers this model has"),
+        (dict(lora=-1), "lora was -1; accepted: a whole number, 0 or more"),
+        (dict(freeze_layers=25), "freeze_layers was 25; accepted: up to the 24 this model has"),
         (dict(card="T5000"), "card was 'T5000'; accepted: Tesla T4, .*or a size such as \"6 GiB\""),
         (dict(card=0), "card was 0"),
         (dict(model=transformers.ViTConfig()), "no sequence classifier for ViTConfig; accepted: .*a function"),
@@ -281,7 +281,7 @@ def test_refusals_name_what_was_given_and_what_is_accepted(choices, message):
 def test_without_bitsandbytes_its_optimizer_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     assert predict.step_memory("bert-base-uncased", 1, 16).peak
-    with pytest.raises(ImportError, match="adamw8bit is bitsandbytes' optimizer, which is not installed"):
+    with pytest.raises(ImportError, match="adamw8bit is of bitsandbytes.*pip install bitsandbytes"):
         predict.step_memory("bert-base-uncased", 1, 16, optimizer="adamw8bit")
 
 

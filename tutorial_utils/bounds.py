@@ -38,12 +38,17 @@ class Bound:
         return self.low <= self.value <= self.high
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The figures of a lesson with their bounds. Shown, it is a table."""
+class Verdict(Table):
+    """The figures of a lesson with their bounds."""
 
-    lesson: str
-    bounds: list[Bound]
+    def __init__(self, lesson: str, bounds: list[Bound]):
+        self.lesson, self.bounds, rows = lesson, bounds, []
+        for bound in bounds:
+            name = bound.figure.removesuffix("_bytes").replace("_", " ")
+            form = size if bound.figure.endswith("_bytes") else "{:.3g}".format
+            value, low, high = map(form, (bound.value, bound.low, bound.high))
+            rows.append({"figure": name, "value": value, "bound": f"{low} to {high}", "by": bound.source})
+        super().__init__(rows)
 
     def require(self):
         """Print "inside" for each figure. AssertionError, naming figures and bounds, if one is not."""
@@ -56,21 +61,6 @@ class Verdict:
             raise AssertionError("; ".join(outside))
         for bound in self.bounds:
             print(f"{bound.figure}: inside")
-
-    def rows(self) -> list[dict]:
-        rows = []
-        for bound in self.bounds:
-            name = bound.figure.removesuffix("_bytes").replace("_", " ")
-            form = size if bound.figure.endswith("_bytes") else "{:.3g}".format
-            value, low, high = map(form, (bound.value, bound.low, bound.high))
-            rows.append({"figure": name, "value": value, "bound": f"{low} to {high}", "by": bound.source})
-        return rows
-
-    def _repr_html_(self) -> str:
-        return Table(self.rows())._repr_html_()
-
-    def __repr__(self) -> str:
-        return repr(Table(self.rows()))
 
 
 def compare(lesson: str, figures: dict[str, float], predicted: dict[str, float] | None = None) -> Verdict:

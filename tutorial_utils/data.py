@@ -116,9 +116,6 @@ def loader(
     return torch.utils.data.DataLoader(examples, batch_size, shuffle, generator=order, collate_fn=collate)
 
 
-# The three sources
-
-
 def _docstrings() -> Corpus:
     if not importlib.util.find_spec("datasets"):
         print("datasets is not installed: the docstrings are read afresh, as a plain list")

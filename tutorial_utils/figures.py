@@ -20,7 +20,7 @@ class Table:
 
     def __init__(self, rows: list[dict]):
         self.rows = rows
-        self.columns = list(rows[0])
+        self.columns = list(rows[0]) if rows else []
 
     def _repr_html_(self) -> str:
         def line(cells, tag):

@@ -233,8 +233,4 @@ def _has_kernels(capability: tuple[int, int], architectures: list[str]) -> bool:
 
 
 def _main_memory() -> int:
-    if hasattr(os, "sysconf"):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    import psutil
-
-    return psutil.virtual_memory().total
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

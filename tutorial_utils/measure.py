@@ -130,7 +130,7 @@ class Tracker(TorchDispatchMode):
         self._handles.append(register_module_forward_pre_hook(self._entered))
         self._handles.append(register_module_forward_hook(self._left, always_call=True))
         if self.optimizer is not None:
-            self._handles.append(self.optimizer.register_step_pre_hook(self._step_starts))
+            self._handles.append(self.optimizer.register_step_pre_hook(lambda *_: setattr(self, "_stepping", True)))
             self._handles.append(self.optimizer.register_step_post_hook(self._step_ended))
         self._saved = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self._saved.__enter__()
@@ -247,9 +247,6 @@ class Tracker(TorchDispatchMode):
                 for tensor in tree_leaves(state):
                     self._mark(tensor, "optimizer state", owner=self._owners.get(parameter, ""))
 
-    def _step_starts(self, *_):
-        self._stepping = True
-
     def _step_ended(self, *_):
         self._stepping = False
         self._mark_state()
@@ -284,7 +281,7 @@ def _workspace(func, args):
         return args[0].float()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Block:
     size: int
     role: str
@@ -318,17 +315,13 @@ def timing(steps: dict[str, Callable[[], object]], rounds: int = 5, warmup: int 
     if rounds < 1 or warmup < 0:
         raise ValueError(f"rounds was {rounds}, warmup {warmup}; accepted: 1 or more, 0 or more")
     taken = {name: [] for name in steps}
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     for number in range(warmup + rounds):
         for name, step in steps.items():
-            _synchronize()
+            synchronize()
             started = time.perf_counter()
             step()
-            _synchronize()
+            synchronize()
             if number >= warmup:
                 taken[name].append(time.perf_counter() - started)
     return Timing(taken)
-
-
-def _synchronize():
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -7,6 +7,7 @@ only: nothing is allocated or computed. `measure.Tracker` follows the storages a
 import gc
 import importlib.util
 import inspect
+import itertools
 import sys
 import time
 import warnings
@@ -14,6 +15,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -101,8 +103,9 @@ def step_memory(
     started = time.perf_counter()
     gpu = None if card is None else machine.gpu(card)
     settings = models.config(model, num_labels) if isinstance(model, str) else model
-    _check_sizes(settings, batch, length, inputs, accumulate, checkpointing, freeze_layers, lora)
-    _check_names(optimizer, precision, device, lora)
+    sizes = dict(accumulate=accumulate, checkpointing=checkpointing, freeze_layers=freeze_layers, lora=lora)
+    names = {"precision": precision, "device": device} | ({} if callable(optimizer) else {"optimizer": optimizer})
+    _check(settings, sizes | ({"batch": batch, "length": length} if inputs is None else {}), names, lora)
     if step is not None and (accumulate > 1 or PRECISIONS[precision] is not None):
         raise ValueError("accumulate and precision say what the built step does; a step of your own does it itself")
     if not callable(settings):
@@ -114,12 +117,13 @@ def step_memory(
             gc.disable()
             stack.callback(gc.enable)
         stack.enter_context(_own_overrides())
-        stack.enter_context(_cuda_semantics(gpu) if device == "cuda" else _cpu_semantics())
+        stack.enter_context(_semantics(device, gpu))
         stack.enter_context(_understood(fake))
         network = (settings() if callable(settings) else models.untrained(settings, attention)).train()
         stack.enter_context(_without_torchscript(network))
         network = _prepared(network, precision, checkpointing, freeze_layers, lora, prepare)
-        stack.enter_context(fake.watching(network))
+        network.register_forward_pre_hook(lambda *_: setattr(fake, "inside", type(network).__name__))
+        network.register_forward_hook(lambda *_: setattr(fake, "inside", None), always_call=True)
         chosen = _optimizer(optimizer, network, device)
         if inputs is None:
             inputs = _text(network, batch, length, padded)
@@ -170,7 +174,14 @@ def _prepared(network, precision, checkpointing, freeze_layers, lora, prepare):
     if precision == "bf16-pure":
         network.to(torch.bfloat16)
     if freeze_layers:
-        _freeze(network, freeze_layers)
+        lists = [part for part in network.modules() if isinstance(part, torch.nn.ModuleList)]
+        layers = max(lists, key=len, default=())
+        if freeze_layers > len(layers):
+            raise ValueError(f"freeze_layers was {freeze_layers}; accepted: up to the {len(layers)} this model has")
+        parameters = list(network.parameters())  # in the order of the model's parts
+        last = list(layers[freeze_layers - 1].parameters())[-1]
+        for parameter in parameters[: 1 + next(i for i, p in enumerate(parameters) if p is last)]:
+            parameter.requires_grad_(False)
     if lora:
         from peft import LoraConfig, get_peft_model
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
@@ -183,17 +194,6 @@ def _prepared(network, precision, checkpointing, freeze_layers, lora, prepare):
     if prepare is not None:
         prepare(network)
     return network
-
-
-def _freeze(network, count):
-    layers = max((part for part in network.modules() if isinstance(part, torch.nn.ModuleList)), key=len, default=())
-    if count > len(layers):
-        raise ValueError(f"freeze_layers was {count}; accepted: up to {len(layers)}, the layers this model has")
-    last = list(layers[count - 1].parameters())[-1]
-    for parameter in network.parameters():  # in the order of the model's parts
-        parameter.requires_grad_(False)
-        if parameter is last:
-            return
 
 
 def _optimizer(optimizer, network, device):
@@ -217,50 +217,35 @@ def _optimizer(optimizer, network, device):
 
 @contextmanager
 def _own_overrides():
-    """Keep bitsandbytes' process-wide overrides away from this prediction, and its own from others.
+    """Keep bitsandbytes' process-wide overrides away from this prediction, and its own from others."""
 
-    They are kept by a parameter's place in the optimizer, and apply to every optimizer that comes later.
-    """
+    def manager():  # the prediction itself may be the first to import it
+        module = sys.modules.get("bitsandbytes")
+        return module.optim.GlobalOptimManager if module else SimpleNamespace(_instance=None)
 
-    def manager():
-        module = sys.modules.get("bitsandbytes")  # the prediction itself may be the first to import it
-        return vars(module.optim.GlobalOptimManager.get_instance()) if module else {}
-
-    def none():
-        return {"pid2config": {}, "index2config": {}, "module_weight_config_triple": []}
-
-    kept = none() | {name: value for name, value in manager().items() if name in none()}
-    manager().update(none())
+    kept, manager()._instance = manager()._instance, None
     try:
         yield
     finally:
-        manager().update(kept)
+        manager()._instance = kept
 
 
-def _check_sizes(settings, batch, length, inputs, accumulate, checkpointing, freeze_layers, lora):
-    sizes = {"batch": batch, "length": length} if inputs is None else {}
-    for name, value in (sizes | {"accumulate": accumulate}).items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} was {value!r}; accepted: a whole number, 1 or more")
-    for name, value in (("checkpointing", checkpointing), ("freeze_layers", freeze_layers), ("lora", lora)):
-        if not isinstance(value, int) or value < 0:
-            raise ValueError(f"{name} was {value!r}; accepted: a whole number, 0 for none")
-    longest = None if callable(settings) or inputs is not None else models.positions(settings)
-    if longest is not None and length > longest:
-        raise ValueError(f"length was {length}; accepted: up to {longest}, the positions this model has")
-
-
-def _check_names(optimizer, precision, device, lora):
-    if not callable(optimizer) and optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer was {optimizer!r}; accepted: {', '.join(OPTIMIZERS)}, or a function of the model")
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision was {precision!r}; accepted: {', '.join(PRECISIONS)}")
-    if device not in ("cuda", "cpu"):
-        raise ValueError(f'device was {device!r}; accepted: "cuda" or "cpu"')
-    if optimizer == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        raise ImportError("adamw8bit is bitsandbytes' optimizer, which is not installed: pip install bitsandbytes")
-    if lora and importlib.util.find_spec("peft") is None:
-        raise ImportError("lora is peft's, which is not installed: pip install peft")
+def _check(settings, sizes, names, lora):
+    for name, value in sizes.items():
+        least = 0 if name in ("checkpointing", "freeze_layers", "lora") else 1
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} was {value!r}; accepted: a whole number, {least} or more")
+    longest = None if callable(settings) else models.positions(settings)
+    if longest is not None and sizes.get("length", 0) > longest:
+        raise ValueError(f"length was {sizes['length']}; accepted: up to {longest}, the positions this model has")
+    accepted = {"optimizer": OPTIMIZERS, "precision": tuple(PRECISIONS), "device": ("cuda", "cpu")}
+    for name, value in names.items():
+        if value not in accepted[name]:
+            more = ", or a function of the model" if name == "optimizer" else ""
+            raise ValueError(f"{name} was {value!r}; accepted: {', '.join(accepted[name])}{more}")
+    for package, wanted in (("bitsandbytes", names.get("optimizer") == "adamw8bit"), ("peft", lora)):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise ImportError(f"adamw8bit is of bitsandbytes, lora of peft; not installed: pip install {package}")
 
 
 class _Shapes(FakeTensorMode):
@@ -273,30 +258,11 @@ class _Shapes(FakeTensorMode):
     def __init__(self):
         # Not only fake inputs: bitsandbytes' table of 8-bit values is computed when it is constructed.
         super().__init__(allow_non_fake_inputs=True)
-        self.inside = None  # the name of the network, while its forward runs
+        self.inside = None  # the network's name, while its forward runs
         self.known = {}  # operation and arguments → shape, stride and type of each result, or None
-
-    @classmethod
-    def _should_skip_dynamo(cls):
-        return False  # nothing is compiled here, and the wrapper would cost as much as an operation
 
     def __deepcopy__(self, memo):
         return self  # a parameter's copy, as peft makes of a classifier, belongs to the same mode
-
-    @contextmanager
-    def watching(self, network):
-        def entered(*_):
-            self.inside = type(network).__name__
-
-        def left(*_):
-            self.inside = None
-
-        handles = [network.register_forward_pre_hook(entered), network.register_forward_hook(left, always_call=True)]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _refusal(self, func):
         return ValueError(
@@ -328,21 +294,18 @@ class _Shapes(FakeTensorMode):
         try:
             key = func, _metadata(args), _metadata(tuple(kwargs.items()))
             known = self.known.get(key)
-        except TypeError:  # not to be compared
-            return self._traced(func, types, args, kwargs)
+        except TypeError:
+            key, known = None, None  # not to be compared
         if known:
             made = [self._made(args, *sizes) for sizes in known]
             return made[0] if len(made) == 1 else tuple(made)
-        result = self._traced(func, types, args, kwargs)
-        if key not in self.known:
-            self.known[key] = _results(func, args, result)
-        return result
-
-    def _traced(self, func, types, args, kwargs):
         try:
-            return self.dispatch(func, types, args, kwargs)
+            result = self.dispatch(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise self._refusal(func) from error
+        if key is not None and key not in self.known:
+            self.known[key] = _results(func, args, result)
+        return result
 
     def _made(self, args, is_view, shape, stride, offset, dtype):
         if is_view:
@@ -431,34 +394,22 @@ def _without_torchscript(network):
 
 
 @contextmanager
-def _cpu_semantics():
-    """The attention kernel that a CPU chooses, which fake tensors do not ask for."""
-    attention = torch.nn.functional.scaled_dot_product_attention
-
-    def cpu_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-        if dropout_p or enable_gqa or (attn_mask is not None and attn_mask.requires_grad):
-            return attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
-        return aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )[0]
-
-    with patch.object(torch.nn.functional, "scaled_dot_product_attention", cpu_attention):
-        yield
-
-
-@contextmanager
-def _cuda_semantics(gpu):
-    """Send operations to the operators and types that CUDA chooses.
+def _semantics(device, gpu):
+    """Send operations to the operators and types that the device chooses.
 
     Functions are replaced, not a mode entered: a mode would not be in force while checkpointing
     computes the forward pass again.
     """
     functions = torch.nn.functional
-    dropout, layer_norm, softmax, cross_entropy, power = (
-        functions.dropout, functions.layer_norm, functions.softmax, functions.cross_entropy, torch.pow)  # fmt: skip
+    attention, dropout, softmax = functions.scaled_dot_product_attention, functions.dropout, functions.softmax
+
+    def cpu_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        if dropout_p or enable_gqa or (attn_mask is not None and attn_mask.requires_grad):
+            return attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        query, key, value, attn_mask = map(_autocast, (query, key, value, attn_mask))
+        mask = None if attn_mask is None else _additive(attn_mask, query.dtype)
+        flash = aten._scaled_dot_product_flash_attention_for_cpu  # which fake tensors do not choose themselves
+        return flash(query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
 
     def cuda_dropout(input, p=0.5, training=True, inplace=False):
         if not training or p == 0 or inplace:
@@ -466,16 +417,14 @@ def _cuda_semantics(gpu):
         return torch.native_dropout(input, p, True)[0]  # a mask of one byte an element
 
     def cuda_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-        query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+        query, key, value, attn_mask = map(_autocast, (query, key, value, attn_mask))
         kernel = _attention_kernel(gpu, query, attn_mask, enable_gqa)
         if kernel == "flash":
-            return aten._scaled_dot_product_flash_attention(
-                query, key, value, dropout_p, is_causal, False, scale=scale
-            )[0]
+            flash = aten._scaled_dot_product_flash_attention
+            return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
         if kernel == "efficient":
-            return aten._scaled_dot_product_efficient_attention(
-                query, key, value, _bias(attn_mask, query, key), True, dropout_p, is_causal, scale=scale
-            )[0]
+            efficient, bias = aten._scaled_dot_product_efficient_attention, _bias(attn_mask, query, key)
+            return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
         # Source: _scaled_dot_product_attention_math in ATen's transformers/attention.cpp. Halves are computed in fp32.
         root = (scale or query.shape[-1] ** -0.5) ** 0.5
         groups = query.shape[-3] // key.shape[-3] if enable_gqa else 1
@@ -488,42 +437,30 @@ def _cuda_semantics(gpu):
             scores = scores + _additive(attn_mask, torch.float32)
         return (cuda_dropout(softmax(scores, -1), dropout_p) @ value.float()).to(query.dtype)
 
-    # CUDA's autocast computes these in fp32, a CPU's does not. Source: AT_FORALL_FP32 in ATen's autocast_mode.h.
-    def cuda_layer_norm(input, *arguments, **options):
-        return layer_norm(_full(input), *arguments, **options)
-
     def cuda_softmax(input, dim=None, _stacklevel=3, dtype=None):
         if input.dtype == torch.float16 and (dtype == torch.float32 or torch.is_autocast_enabled("cpu")):
             return aten._softmax(input, dim, True)  # one kernel reads halves and writes floats
-        return softmax(_full(input), dim, dtype=dtype)
+        return softmax(_autocast(input, torch.float32), dim, dtype=dtype)
 
-    def cuda_cross_entropy(input, *arguments, **options):
-        return cross_entropy(_full(input), *arguments, **options)
+    def in_full(function):
+        return lambda input, *arguments, **options: function(_autocast(input, torch.float32), *arguments, **options)
 
-    def cuda_power(input, exponent):
-        return power(_full(input) if isinstance(input, torch.Tensor) else input, exponent)
-
-    with (
-        patch.object(functions, "dropout", cuda_dropout),
-        patch.object(functions, "scaled_dot_product_attention", cuda_attention),
-        patch.object(functions, "layer_norm", cuda_layer_norm),
-        patch.object(functions, "softmax", cuda_softmax),
-        patch.object(functions, "cross_entropy", cuda_cross_entropy),
-        patch.object(torch, "pow", cuda_power),
-    ):
+    if device == "cpu":
+        replaced, power = {"scaled_dot_product_attention": cpu_attention}, torch.pow
+    else:
+        # CUDA's autocast computes these in fp32, a CPU's does not. Source: AT_FORALL_FP32 in ATen's autocast_mode.h.
+        full = {name: in_full(getattr(functions, name)) for name in ("layer_norm", "cross_entropy")}
+        replaced = {"scaled_dot_product_attention": cuda_attention, "dropout": cuda_dropout, "softmax": cuda_softmax}
+        replaced, power = replaced | full, in_full(torch.pow)
+    with patch.multiple(functions, **replaced), patch.object(torch, "pow", power):
         yield
 
 
-def _full(tensor):
-    return tensor.float() if torch.is_autocast_enabled("cpu") and tensor.is_floating_point() else tensor
-
-
-def _autocast(*tensors):
-    """The tensors as autocast hands them to a kernel."""
-    if not torch.is_autocast_enabled("cpu"):
-        return tensors
-    dtype = torch.get_autocast_dtype("cpu")
-    return [t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors]
+def _autocast(value, dtype=None):
+    """The value as autocast hands it to a kernel, in this type or in the reduced one."""
+    if not torch.is_autocast_enabled("cpu") or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    return value.to(dtype or torch.get_autocast_dtype("cpu"))
 
 
 def _attention_kernel(gpu, query, mask, enable_gqa) -> str:
@@ -565,38 +502,38 @@ def _bias(mask, query, key):
 def _add_card(prediction, tracker, gpu):
     """What the caching allocator reserves for two steps, the first of which makes the optimizer's state."""
     workspace = WORKSPACE_90 if gpu and gpu.capability and gpu.capability >= (9, 0) else WORKSPACE
-    initial = [block for operation, size, block in tracker.events if operation == 0 and size > 0]
-    state = [block for block in initial if block.role == "optimizer state"]
-    rest = [block for block in initial if block.role not in ("optimizer state", "gradients")]
-    gradients = [block for block in initial if block.role == "gradients"]
+    held = {}  # at the start of a step, by role
+    for operation, size, block in tracker.events:
+        if operation == 0 and size > 0:
+            held.setdefault(block.role, []).append((block, True))
+    state, gradients = held.pop("optimizer state", []), held.pop("gradients", [])
+    first = [*itertools.chain(*held.values()), ("forward", True), ("backward", True), *gradients]
     step = [(block, size > 0) for operation, size, block in tracker.events if operation > 0]
-    births = [(block, True) for block in (*rest, "forward", "backward", *gradients)]
-    once = {id(block) for block, born in step if born} - {id(block) for block, born in step if not born}
-    ended = [(block, False) for block, born in step if born and id(block) in once]
-    died = {id(block) for block, born in step if not born}
-    again = [(block, True) for block in [*rest, *gradients] if id(block) in died]
-    sequence = [*births, *step, *ended, *((block, True) for block in state), *again, *step]
+    lives = {block: born for block, born in step}  # after the step
+    left = [(block, False) for block, born in step if born and lives[block]]
+    again = [(block, True) for block, _ in first if not lives.get(block, True)]
+    sequence = [*first, *step, *left, *state, *again, *step]
 
     def run(room=None):
         allocator = _Allocator(room)
         for block, born in sequence:
-            size = workspace if isinstance(block, str) else block.size
-            if size:
-                allocator.allocate(id(block), size) if born else allocator.free(id(block))
+            if size := workspace if isinstance(block, str) else block.size:
+                allocator.allocate(block, size) if born else allocator.free(block)
         return allocator
 
     allocator = run()
     if gpu:
-        prediction.fits = allocator.reserved_peak <= gpu.usable - CONTEXT
-        if not prediction.fits and allocator.used_peak <= gpu.usable - CONTEXT:
+        room = gpu.usable - CONTEXT
+        prediction.fits = allocator.reserved_peak <= room
+        if not prediction.fits and allocator.used_peak <= room:
             with suppress(torch.OutOfMemoryError):  # perhaps when it returns what it holds and does not use
-                allocator = run(gpu.usable - CONTEXT)
+                allocator = run(room)
                 prediction.fits = True
     prediction.allocated, prediction.reserved = allocator.used_peak, allocator.reserved_peak
-    rounding = allocator.reserved_peak - prediction.peak - 2 * workspace
-    prediction.card_parts = {"tensors": prediction.peak, "rounding and gaps": rounding,
+    prediction.card_bytes = allocator.reserved_peak + CONTEXT
+    gaps = allocator.reserved_peak - prediction.peak - 2 * workspace
+    prediction.card_parts = {"tensors": prediction.peak, "rounding and gaps": gaps,
                              "cuBLAS workspaces": 2 * workspace, "CUDA context": CONTEXT}  # fmt: skip
-    prediction.card_bytes = sum(prediction.card_parts.values())
 
 
 class _Allocator:
