@@ -39,15 +39,17 @@ def panel(model: str = "bert-large-uncased", card: str = "Tesla T4", batch: int 
     display({"application/vnd.jupyter.widget-view+json": view, "text/html": static, "text/plain": ""}, raw=True)
     verdict, picture = display(HTML(), display_id=True), display(HTML(), display_id=True)
 
+    def say(text):
+        verdict.update({"text/html": f"<p>{html.escape(text)}</p>", "text/plain": text}, raw=True)
+
     def show(_=None):
         choices = {name: control.value for name, control in controls.items()}
         try:
             report = predict.step_memory(**choices)
         except (ValueError, ImportError) as error:
-            verdict.update(HTML(f"<p>No prediction: {html.escape(str(error))}</p>"))
-            return
+            return say(f"No prediction: {error}")
         gpu = machine.gpu(choices["card"])
-        verdict.update(HTML(f"<p>{html.escape(_sentence(report, gpu))}</p>"))
+        say(_sentence(report, gpu))
         shown = {f"{choices['model']}\n{choices['batch']} × {choices['length']}": report}
         figures.memory_bars(shown, gpu.usable, gpu.name, outside=True, show=picture.update)
 

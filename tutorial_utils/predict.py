@@ -35,8 +35,8 @@ from .measure import MiB
 OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "sgd")
 PRECISIONS = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16, "bf16-pure": None}  # of autocast
 
-# What a card holds besides PyTorch's memory, at most. Readings: about 300 and 400 MB (pytorch issues 107667 and
-# 109888), 287 MB (pull request 86509), 471 MB on an RTX 4090; it grows with the kernels that are loaded.
+# What a card holds besides PyTorch's memory, at most, now that kernels are loaded when they are first used. Readings:
+# about 300 and 400 MB (pytorch issues 107667 and 109888), 287 MB (pull request 86509).
 CONTEXT = 512 * MiB
 # cuBLAS allocates one for each thread that multiplies: the forward pass has one, the backward pass another.
 # Source: CUBLAS_WORKSPACE_CONFIG :4096:2:16:8, from compute capability 9.0 on 32 MiB, in ATen's CublasHandlePool.cpp.
