@@ -14,6 +14,9 @@ lesson: .venv/installed
 record:
 	$(if $(wildcard .venv/installed),$(BIN)/python,$(PYTHON)) scripts/course.py record
 
+record-predictions:
+	$(if $(wildcard .venv/installed),$(BIN)/python,$(PYTHON)) scripts/record_predictions.py
+
 lab: .venv/installed
 	PYTHONPATH=$(CURDIR) $(BIN)/jupyter lab --notebook-dir=notebooks
 
@@ -37,4 +40,4 @@ kit: .venv/installed
 	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -r requirements.txt
 	touch $@
 
-.PHONY: course lesson record lab test test-all kit
+.PHONY: course lesson record record-predictions lab test test-all kit

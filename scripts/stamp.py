@@ -109,7 +109,25 @@ def predictors_table(content: dict) -> str:
     return "\n".join(lines)
 
 
+def predictions_table(recordings: list[dict]) -> str:
+    """What scripts/record_predictions.py measured, a row for each GPU."""
+    lines = [
+        "| GPU | measured | median error | worst error | above the card's bound | versions | date |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for content in recordings:
+        found = content["summary"]
+        versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+        cells = [content["machine"]["name"], f"{found['measured']} of {found['cells']}", *errors(found)]
+        lines.append("| " + " | ".join([*cells, str(found["above_the_card_bound"]), versions, content["date"]]) + " |")
+    if not recordings:
+        lines.append("| any | open until measured: `make record-predictions` | – | – | – | – | – |")
+    return "\n".join(lines)
+
+
 def errors(found: dict) -> list[str]:
+    if found["median_error"] is None:
+        return ["–", "–"]
     return [f"{100 * found[name]:.{1 if found[name] >= 0.001 else 3}f} %" for name in ("median_error", "worst_error")]
 
 
@@ -145,6 +163,8 @@ def stamped(address: str) -> dict[Path, str]:
     texts[readme] = between(readme.read_text(), "lessons", readme_table(notebooks))
     if COMPARED.exists():  # else what was compared elsewhere stays
         texts[readme] = between(texts[readme], "predictors", predictors_table(json.loads(COMPARED.read_text())))
+    recordings = [json.loads(p.read_text()) for p in sorted(COMPARED.parent.glob("*.json")) if p != COMPARED]
+    texts[readme] = between(texts[readme], "predictions", predictions_table(recordings))
     return texts
 
 

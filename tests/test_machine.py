@@ -101,8 +101,13 @@ def test_kernels(capability, architectures, expected):
 
 def test_cards():
     assert machine.card("Tesla T4") == 15360 * 2**20
-    with pytest.raises(ValueError, match="card was 'T5000'; accepted: Tesla T4"):
-        machine.card("T5000")
+    assert machine.gpu("T4") is machine.gpu("t4") is machine.gpu("Tesla T4") is machine.gpu(machine.gpu("T4"))
+    assert 14.5 * 2**30 < machine.gpu("T4").usable < 14.56 * 2**30  # what a T4 gives a process
+    for size in ("6 GiB", "6GiB", 6 * 2**30):
+        assert (machine.gpu(size).name, machine.gpu(size).memory) == ("6 GiB", 6 * 2**30)
+    for unknown in ("T5000", "Tesla", "6 GB", 0, -1):  # two cards are a Tesla
+        with pytest.raises(ValueError, match=f'card was {unknown!r}; accepted: Tesla T4.* such as "6 GiB"'):
+            machine.gpu(unknown)
 
 
 def test_reserved_limit_leaves_out_the_context_and_is_put_back(monkeypatch):

@@ -143,8 +143,10 @@ def gpus() -> dict[str, Gpu]:
     return {n: Gpu(n, fact["memory_mib"] * 2**20, tuple(fact["capability"])) for n, fact in facts.items()}
 
 
-def gpu(card: str | int) -> Gpu:
+def gpu(card: str | int | Gpu) -> Gpu:
     """The card of a name or of a unique word of one ("T4"), or of a size ("6 GiB", or bytes). Else ValueError."""
+    if isinstance(card, Gpu):
+        return card
     if isinstance(card, str) and (size := re.fullmatch(r"([\d.]+) ?GiB", card.strip())):
         card = round(float(size[1]) * GiB)
     if isinstance(card, int) and card > 0:

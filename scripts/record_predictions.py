@@ -1,0 +1,201 @@
+"""Measure a grid of training steps on this GPU beside their predictions: make record-predictions
+
+Alone on the GPU, about eight minutes. Writes facts/predictions/<gpu>.json: for each step the predicted and the
+measured tensor memory and card bytes, with versions and date. scripts/stamp.py puts the summary into README.md.
+"""
+
+import argparse
+import gc
+import importlib.util
+import statistics
+import sys
+import time
+from contextlib import nullcontext
+from datetime import date
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tutorial_utils import bounds, machine, measure, models, predict  # noqa: E402
+
+FOLDER = ROOT / "tutorial_utils" / "facts" / "predictions"
+MINUTES = 8
+T4 = (7, 5)  # compute capability
+
+SHAPES = [
+    ("bert-base-uncased", 32, 128), ("bert-large-uncased", 32, 128), ("bert-large-uncased", 8, 512),
+    ("chinese-macbert-large", 16, 128), ("roberta-base", 32, 128), ("roberta-large", 8, 256),
+    ("distilbert-base-uncased", 64, 128), ("electra-base", 32, 128), ("electra-large", 16, 128),
+    ("deberta-v3-small", 32, 128), ("deberta-v3-base", 16, 256), ("deberta-v3-large", 8, 256),
+    ("modernbert-base", 16, 512), ("modernbert-large", 8, 512), ("t5-base", 16, 128), ("gpt2", 8, 512),
+]  # fmt: skip
+ROTATING = [
+    {"optimizer": "adamw8bit"}, {"optimizer": "adafactor"}, {"optimizer": "sgd", "accumulate": 2},
+    {"freeze_layers": 4}, {"lora": 8}, {"precision": "bf16-pure"}, {"freeze_layers": 4, "checkpointing": 1},
+    {"checkpointing": 2},
+]  # fmt: skip
+
+
+def grid() -> list[dict]:
+    """The steps to measure, as arguments of `predict.step_memory`; "imitated" where they take a T4's attention."""
+    cells = []
+    for number, (model, batch, length) in enumerate(SHAPES):
+        shape = {"model": model, "batch": batch, "length": length}
+        cells += [
+            shape,
+            shape | {"precision": "fp16", "padded": True},
+            shape | {"precision": "bf16", "checkpointing": 1},
+            shape | ROTATING[number % len(ROTATING)],
+        ]
+        if "deberta" not in model and number % 2 == 0:
+            cells.append(shape | {"precision": "fp16", "imitated": "T4"})
+        if "deberta" not in model and number % 3 == 0:
+            cells.append(shape | {"attention": "eager"})
+    llama = {"model": "llama-2-7b", "batch": 2, "length": 512, "precision": "bf16-pure", "lora": 8, "checkpointing": 1}
+    return [*cells, llama]
+
+
+def this_gpu() -> machine.Gpu:
+    """RuntimeError where there is none that torch can use."""
+    here = machine.facts()
+    if here.device != "cuda":
+        raise RuntimeError("no GPU that this torch can use: run it where there is one; nothing was written")
+    return machine.Gpu(here.name, here.memory, here.capability)
+
+
+def predicted(cell: dict, gpu: machine.Gpu) -> predict.Prediction:
+    choices = {name: value for name, value in cell.items() if name != "imitated"}
+    card = machine.Gpu(gpu.name, gpu.memory, T4) if "imitated" in cell else gpu
+    return predict.step_memory(**choices, card=card)
+
+
+def training(cell: dict, device: str):
+    """(step, model, optimizer, inputs) of a real run, in a reader's own words; random weights."""
+    precision, accumulate = cell.get("precision", "fp32"), cell.get("accumulate", 1)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = models.build(cell["model"], attention=cell.get("attention"), **cell.get("sizes", {}))
+    model = predict._prepared(
+        model, precision, cell.get("checkpointing", 0), cell.get("freeze_layers", 0), cell.get("lora", 0), None
+    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if cell.get("optimizer") == "adamw8bit":
+        from bitsandbytes.optim import AdamW8bit as optimizer
+    else:
+        known = {"sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
+        optimizer = known.get(cell.get("optimizer"), torch.optim.AdamW)
+    optimizer = optimizer(trained, lr=1e-5)
+    inputs = predict._text(model, cell["batch"], cell["length"], padded=True)
+    if cell.get("padded"):
+        inputs["attention_mask"][:, -cell["length"] // 4 :] = 0
+    inputs["input_ids"][:, cell["length"] // 2] = getattr(model.config, "eos_token_id", None) or 2
+    inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
+    dtype = predict.PRECISIONS[precision]
+    scaler = torch.amp.GradScaler(device, init_scale=1.0, enabled=precision == "fp16")
+
+    def step():
+        for _ in range(accumulate):
+            with torch.autocast(device, dtype, enabled=dtype is not None):
+                logits = model(**{name: tensor for name, tensor in inputs.items() if name != "labels"}).logits
+                loss = torch.nn.functional.cross_entropy(logits, inputs["labels"])
+            scaler.scale(loss / accumulate if accumulate > 1 else loss).backward()
+            del logits, loss
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return step, model, optimizer, inputs
+
+
+def measured(cell: dict) -> dict:
+    """{"tensors": …, "card": …}: bytes on this GPU. The card's are all that is in use on it."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    a_t4s = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    with sdpa_kernel(a_t4s) if "imitated" in cell else nullcontext():
+        step, model, optimizer, inputs = training(cell, "cuda")
+        step()
+        step()
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        tensors = measure.memory(step, model, optimizer, inputs).peak
+    return {"tensors": tensors, "card": total - free}
+
+
+def why_not(cell: dict, prediction: predict.Prediction, bf16: bool) -> str:
+    """Why this GPU cannot run a step, or nothing."""
+    if cell.get("optimizer") == "adamw8bit" and not importlib.util.find_spec("bitsandbytes"):
+        return "bitsandbytes is not installed"
+    if "bf16" in cell.get("precision", "") and not bf16:
+        return "no bf16 in hardware"
+    return "" if prediction.fits else "predicted not to fit"
+
+
+def record(cells: list[dict], gpu: machine.Gpu, bf16: bool, minutes: float) -> list[dict]:
+    """A row for each cell: its choices, predicted and measured bytes, or the reason for leaving it out."""
+    rows, started = [], time.monotonic()
+    for number, cell in enumerate(cells, 1):
+        prediction = predicted(cell, gpu)
+        row = {**cell, "predicted": {"tensors": prediction.peak, "card": prediction.card_bytes}}
+        late = time.monotonic() - started > 60 * minutes
+        reason = f"later than {minutes:g} minutes" if late else why_not(cell, prediction, bf16)
+        try:
+            row |= {"left_out": reason} if reason else {"measured": measured(cell)}
+        except torch.OutOfMemoryError:
+            row["measured"] = "out of memory"
+        rows.append(row)
+        shown = {name: value for name, value in row.items() if name not in ("predicted", "measured")}
+        error = f"{errors([row])[0]:+.2%}" if errors([row]) else row.get("left_out", row.get("measured"))
+        print(f"{number}/{len(cells)} {shown}: {error}", file=sys.stderr, flush=True)
+    return rows
+
+
+def errors(rows: list[dict]) -> list[float]:
+    """Relative errors of the predicted tensor memory, of the rows that were measured."""
+    pairs = [(row["predicted"]["tensors"], row["measured"]["tensors"]) for row in rows if is_measured(row)]
+    return [found / real - 1 for found, real in pairs]
+
+
+def is_measured(row: dict) -> bool:
+    return isinstance(row.get("measured"), dict)
+
+
+def summary(rows: list[dict]) -> dict:
+    """Cells measured, absolute relative errors, and how often the card held more than its bound."""
+    found = [abs(error) for error in errors(rows)]
+    above = [r for r in rows if is_measured(r) and r["measured"]["card"] > r["predicted"]["card"]]
+    failed = [row for row in rows if row.get("measured") == "out of memory"]
+    return {
+        "cells": len(rows),
+        "measured": len(found),
+        "median_error": statistics.median(found) if found else None,
+        "worst_error": max(found, default=None),
+        "above_the_card_bound": len(above) + len(failed),
+    }
+
+
+def main(arguments: list[str] | None = None):
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--minutes", type=float, default=MINUTES, help="measure nothing later than that")
+    options.add_argument("--into", type=Path, default=FOLDER, help="folder of the file")
+    choices = options.parse_args(arguments)
+    try:
+        gpu = this_gpu()
+    except RuntimeError as error:
+        sys.exit(f"record_predictions.py: {error}")
+    here = machine.facts()
+    rows = record(grid(), gpu, here.bf16, choices.minutes)
+    about = {"machine": {"name": here.name, "memory_bytes": here.memory}, "versions": here.versions}
+    path = choices.into / f"{here.slug}.json"
+    bounds.write(path, {**about, "date": date.today().isoformat(), "summary": summary(rows), "cells": rows})
+    print(f"{summary(rows)}\nwrote {path.name}; now: python scripts/stamp.py")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""scripts/predict.py from the shell."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import truth
+
+from notebooks import ROOT
+from tutorial_utils import models
+
+
+def run(*arguments):
+    command = [sys.executable, str(ROOT / "scripts" / "predict.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_json_has_its_keys_and_every_option_is_taken():
+    done = run("--model", "bert-large-uncased", "--batch", 32, "--length", 128, "--optimizer", "adamw8bit",
+               "--precision", "fp16", "--checkpointing", "--attention", "eager", "--padded", "--accumulate", 2,
+               "--freeze-layers", 12, "--lora", 8, "--card", "6 GiB", "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert list(answer) == ["peak_bytes", "card_bytes", "parts", "fits", "seconds"]
+    assert answer["fits"] is True and answer["peak_bytes"] == sum(answer["parts"].values()) < answer["card_bytes"]
+
+
+def test_the_tables():
+    done = run("--model", "bert-base-uncased", "--batch", 8, "--length", 128, "--card", "T4")
+    for words in ("optimizer state", "bert.encoder.layer.*.intermediate.dense", "CUDA context", "GiB, fits T4"):
+        assert words in done.stdout, done.stdout + done.stderr
+
+
+def test_on_a_cpu_it_is_what_a_cpu_run_does():
+    """A sequence classifier, two steps, torch's default AdamW, the loss by the model's head."""
+    done = run("--model", "tiny", "--batch", 8, "--length", 64, "--padded", "--device", "cpu", "--json")
+    answer = json.loads(done.stdout)
+    model, batch = models.build("tiny"), truth.inputs(8, 64, padded=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    real = truth.profiled_peak(lambda: truth.train(model, optimizer, batch), model, batch)
+    assert abs(answer["peak_bytes"] / real - 1) <= 0.02 and answer["card_bytes"] is None and answer["fits"] is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (("--model", "bert-huge"), "predict.py: model was 'bert-huge'; accepted: tiny"),
+        (("--batch", 0), "predict.py: batch was 0; accepted: a whole number"),
+        (("--card", "T5000"), "predict.py: card was 'T5000'; accepted: Tesla T4"),
+        (("--model", "deberta-v3-base", "--attention", "sdpa"), "no SDPA attention for deberta-v2"),
+    ],
+)
+def test_refusals_are_one_line(changed, message):
+    done = run("--model", "bert-base-uncased", "--batch", 8, "--length", 128, *changed)
+    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,79 @@
+"""The grid that a GPU measures: what can be known without one."""
+
+import json
+
+import pytest
+import record_predictions
+import stamp
+import torch
+
+from tutorial_utils import machine, measure, predict
+
+H200, LAPTOP = machine.gpu("NVIDIA H200"), machine.gpu("6 GiB")
+SMALL = {"model": "tiny", "batch": 4, "length": 64}
+
+
+def test_the_grid_is_large_and_has_each_technique():
+    cells = record_predictions.grid()
+    assert len(cells) >= 60 and len({str(cell) for cell in cells}) == len(cells)
+    assert {"accumulate", "attention", "checkpointing", "freeze_layers", "imitated", "lora", "optimizer", "padded",
+            "precision"} <= {name for cell in cells for name in cell}  # fmt: skip
+    assert {cell["precision"] for cell in cells if "precision" in cell} == {"fp16", "bf16", "bf16-pure"}
+
+
+def test_without_a_gpu_nothing_is_written(tmp_path, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(SystemExit, match="no GPU that this torch can use: run it where there is one"):
+        record_predictions.main(["--into", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        {},
+        {"padded": True, "precision": "bf16", "lora": 8},
+        {"optimizer": "sgd", "accumulate": 2, "freeze_layers": 2},
+        {"precision": "fp16", "checkpointing": 1},
+        {"model": "t5-base", "sizes": {"num_layers": 2, "num_decoder_layers": 2, "d_model": 64, "vocab_size": 500}},
+    ],
+    ids=str,
+)
+def test_the_measured_step_is_the_predicted_one(cell):
+    """On a CPU: the grid's own training, beside the prediction of the same choices."""
+    cell = SMALL | cell
+    step, model, optimizer, inputs = record_predictions.training(cell, "cpu")
+    real = measure.memory(step, model, optimizer, inputs).peak
+    choices = {name: value for name, value in cell.items() if name != "sizes"}
+    if "sizes" in cell:
+        choices["model"] = model.config
+    assert predict.step_memory(**choices, device="cpu").peak == pytest.approx(real, rel=0.01)
+
+
+def test_a_recording(monkeypatch, tmp_path):
+    def measured(cell):
+        if cell["batch"] == 2:
+            raise torch.OutOfMemoryError
+        prediction = record_predictions.predicted(cell, H200)
+        return {"tensors": round(prediction.peak / 1.02), "card": prediction.card_bytes + (cell["batch"] == 8)}
+
+    cells = [SMALL, SMALL | {"batch": 8}, SMALL | {"batch": 2}, SMALL | {"precision": "bf16"}, SMALL | {"batch": 4096}]
+    monkeypatch.setattr(record_predictions, "measured", measured)
+    rows = record_predictions.record(cells, H200, bf16=False, minutes=1)
+    assert rows[2]["measured"] == "out of memory" and rows[3]["left_out"] == "no bf16 in hardware"
+    assert "left_out" not in rows[4]
+    found = record_predictions.summary(rows)
+    assert (found["cells"], found["measured"], found["above_the_card_bound"]) == (5, 3, 2)
+    assert found["median_error"] == pytest.approx(0.02, rel=0.01) and json.dumps(rows)
+    small = record_predictions.record([SMALL | {"batch": 4096}], LAPTOP, bf16=False, minutes=1)
+    assert small[0]["left_out"] == "predicted not to fit"
+    late = record_predictions.record(cells[:1], H200, bf16=True, minutes=-1)
+    assert late[0]["left_out"] == "later than -1 minutes"
+    row = stamp.predictions_table([{"machine": {"name": "A card"}, "versions": {"torch": "2"}, "date": "2026-01-01",
+                                    "summary": found}])  # fmt: skip
+    assert "| A card | 3 of 5 | 2.0 % | 2.0 % | 2 | torch 2 | 2026-01-01 |" in row
+
+
+def test_without_a_recording_the_table_says_open():
+    assert "open until measured" in stamp.predictions_table([])
