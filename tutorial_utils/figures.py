@@ -57,10 +57,10 @@ def memory_bars(reports: dict[str, Memory], card: int | None = None, card_name="
 
     outside: also what a prediction's card holds besides tensors. show: what takes the picture, in place of display.
     """
-    if (axes := _axes(0.9 + 0.45 * len(reports))) is None:
+    if (axes := _axes(max(1.8, 0.9 + 0.45 * len(reports)))) is None:
         return
     peak = max(report.peak for report in reports.values())
-    scale, unit = _scale(peak)
+    scale, unit = _scale(max(peak, card or 0))
     ends = [0.0] * len(reports)
     for role in ROLES:
         widths = [report.parts[role] / scale for report in reports.values()]
