@@ -71,9 +71,9 @@ def test_a_kind_of_tensor_left_out_would_be_noticed(monkeypatch):
     mark = measure.Tracker._mark
     left_out = (torch.ops.aten.bernoulli_.float, torch.ops.aten.empty_like.default)
 
-    def blind(self, tensor, role, func=None):
+    def blind(self, tensor, role, func=None, owner=""):
         if func not in left_out and (func is not torch.ops.aten.div_.Scalar):
-            mark(self, tensor, role, func)
+            mark(self, tensor, role, func, owner)
 
     monkeypatch.setattr(measure.Tracker, "_mark", blind)
     assert abs(measure.memory(step, model, optimizer, batch).peak / truth - 1) > 0.02
