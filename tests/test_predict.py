@@ -479,7 +479,8 @@ def test_a_copy_of_the_weights_that_only_lists_touch_is_counted():
 
     def step(model, optimizer, inputs):
         plain_step(model, optimizer, inputs)
-        torch._foreach_lerp_(list(copies[0].parameters()), list(model.parameters()), 0.1)
+        with torch.no_grad():
+            torch._foreach_lerp_(list(copies[0].parameters()), list(model.parameters()), 0.1)
 
     choices = dict(inputs=ROWS, optimizer="sgd", device="cpu")
     plain = predict.step_memory(linear, step=plain_step, **choices).peak
