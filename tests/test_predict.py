@@ -1,7 +1,9 @@
 """The prediction against a real run on a CPU, its CUDA semantics, its refusals, its speed."""
 
+import copy
 import itertools
 import sys
+import threading
 import time
 
 import pytest
@@ -416,3 +418,121 @@ def test_attention_is_the_cards_choice(card, precision, padded, kernel, monkeypa
     card = "NVIDIA A100-SXM4-40GB" if card == "A100" else card
     predict.step_memory("tiny", 2, 128, precision=precision, padded=padded, attention="sdpa", card=card)
     assert chosen == {kernel}
+
+
+class Attention(torch.nn.Linear):
+    """Scaled dot product attention of three views of a projection, after `change`."""
+
+    def __init__(self, change):
+        super().__init__(64, 192)
+        self.change = change
+
+    def forward(self, x):
+        return torch.nn.functional.scaled_dot_product_attention(*self.change(*super().forward(x).chunk(3, -1)))
+
+
+def plain_step(model, optimizer, inputs):
+    model(**inputs).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, v: (q[0], k[0], v[0]),
+        lambda q, k, v: (q, k, v[..., :32]),
+        lambda q, k, v: (q, k[:1], v[:1]),
+        lambda q, k, v: (q, k, v, torch.ones(4, 128, 128, dtype=torch.bool)),
+    ],
+    ids=["three dimensions", "narrower values", "one key for all", "mask of three dimensions"],
+)
+def test_attention_that_flash_does_not_take_is_computed_in_parts(change):
+    batch = {"x": torch.randn(4, 4, 128, 64)}
+    model, choices = Attention(change), dict(step=plain_step, inputs=batch, optimizer="sgd")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    real = truth.profiled_peak(lambda: plain_step(model, optimizer, batch), model, batch)
+    predicted = predict.step_memory(lambda: Attention(change), device="cpu", **choices).peak
+    assert abs(predicted / real - 1) <= 0.01, f"predicted {predicted:,}, torch.profiler {real:,} bytes"
+
+
+@pytest.mark.parametrize("card", [None, "T4", "NVIDIA A100-SXM4-40GB"])
+def test_three_dimensions_on_cuda_are_computed_in_parts(card):
+    def peak(change):
+        batch = {"x": torch.randn(4, 4, 128, 64)}
+        return predict.step_memory(
+            lambda: Attention(change), step=plain_step, inputs=batch, optimizer="sgd", card=card
+        ).peak
+
+    assert peak(lambda *qkv: [t.flatten(0, 1) for t in qkv]) > peak(lambda *qkv: qkv)
+
+
+def linear():
+    return torch.nn.Linear(256, 256)
+
+
+ROWS = {"input": torch.zeros(4, 256)}
+
+
+def test_a_copy_of_the_weights_that_only_lists_touch_is_counted():
+    copies = []
+
+    def step(model, optimizer, inputs):
+        plain_step(model, optimizer, inputs)
+        with torch.no_grad():
+            torch._foreach_lerp_(list(copies[0].parameters()), list(model.parameters()), 0.1)
+
+    choices = dict(inputs=ROWS, optimizer="sgd", device="cpu")
+    plain = predict.step_memory(linear, step=plain_step, **choices).peak
+    kept = predict.step_memory(linear, step=step, prepare=lambda model: copies.append(copy.deepcopy(model)), **choices)
+    assert kept.peak - plain == 4 * (256 * 256 + 256)
+
+
+def test_a_step_that_depends_on_a_value_is_refused():
+    def step(model, optimizer, inputs):
+        loss = model(**inputs).sum()
+        if torch.isfinite(loss):
+            loss.backward()
+
+    with pytest.raises(ValueError, match="the step needs the values of a tensor"):
+        predict.step_memory(linear, step=step, inputs=ROWS, optimizer="sgd")
+
+
+def test_an_optimizer_that_divides_by_one_less_its_count():
+    assert predict.step_memory(
+        linear, step=plain_step, inputs=ROWS, optimizer=lambda model: torch.optim.NAdam(model.parameters())
+    ).peak
+
+
+def test_a_tokenizers_batch_can_be_moved_in_a_step():
+    def step(model, optimizer, inputs):
+        plain_step(model, optimizer, inputs.to("cuda"))
+
+    assert predict.step_memory(linear, step=step, inputs=transformers.BatchEncoding(ROWS), optimizer="sgd").peak
+
+
+def test_xlnet_has_no_longest_text():
+    assert models.positions(transformers.XLNetConfig()) is None
+
+
+def test_a_module_made_before_is_refused_and_left_as_it_was():
+    model = linear()
+    with pytest.raises(ValueError, match="model returned a module that was there before; accepted: a function"):
+        predict.step_memory(lambda: model, step=plain_step, inputs=ROWS, optimizer="sgd")
+    assert model.weight.grad is None and not model._forward_hooks
+
+
+def test_predictions_of_several_threads_leave_torch_as_it_was():
+    found, before = [], (torch.nn.functional.dropout, torch.Tensor.to, torch.amp.GradScaler.__init__)
+
+    def predicted(delay):
+        time.sleep(delay)
+        found.append(predict.step_memory("bert-base-uncased", 1, 16).peak)
+
+    threads = [threading.Thread(target=predicted, args=(0.05 * number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert before == (torch.nn.functional.dropout, torch.Tensor.to, torch.amp.GradScaler.__init__)
+    assert len(found) == 3 and len(set(found)) == 1

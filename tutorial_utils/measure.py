@@ -105,8 +105,7 @@ class Tracker(TorchDispatchMode):
         self._blocks = {}  # address of a live storage → _Block
         self.events = []  # (operation, bytes born or less than 0 for died, block)
         self._phases = []
-        self._stepping = False
-        self._recording = True
+        self._stepping, self._recording = False, True
         self._owners = {}  # module or parameter → name
         self._inside = []  # names of the modules whose forward is running
         for name, module in model.named_modules():
@@ -162,7 +161,7 @@ class Tracker(TorchDispatchMode):
         self._phases.append("optimizer" if self._stepping else "backward" if in_backward else "forward")
         # Gradients are off in backward, unless checkpointing computes the forward pass again.
         role = "activations" if in_backward and torch.is_grad_enabled() else "temporary"
-        for tensor in tree_leaves(result):
+        for tensor in tree_leaves(args if result is None else result):  # of lists, in place
             self._mark(tensor, role, func)
         return result
 

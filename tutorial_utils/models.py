@@ -94,7 +94,7 @@ def positions(settings) -> int | None:
         return settings.max_position_embeddings - settings.pad_token_id - 1  # counted from behind the padding's
     if not getattr(settings, "position_biased_input", True) or getattr(settings, "rope_parameters", None):
         return None
-    return getattr(settings, "max_position_embeddings", None)
+    return max(0, getattr(settings, "max_position_embeddings", None) or 0) or None  # XLNet says -1
 
 
 def _pretrained(name: str, settings, attention):

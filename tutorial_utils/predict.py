@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import itertools
 import sys
+import threading
 import time
 import warnings
 from bisect import bisect_left, insort
@@ -27,7 +28,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from . import machine, measure, models
 from .measure import MiB
@@ -43,6 +44,8 @@ CONTEXT = 512 * MiB
 WORKSPACE, WORKSPACE_90 = 8_519_680, 32 * MiB
 
 aten = torch.ops.aten
+_LIKE_THEIR_INPUT = {f"aten::_foreach_{name}" for name in ("add", "sub", "mul", "div", "sqrt", "neg", "pow", "lerp")}
+_one_at_a_time = threading.RLock()  # functions of torch are replaced for the whole process
 
 
 @dataclass
@@ -110,7 +113,7 @@ def step_memory(
         raise ValueError("accumulate and precision say what the built step does; a step of your own does it itself")
     if not callable(settings):
         models.check_attention(settings, attention)
-    with _Shapes() as fake, ExitStack() as stack:
+    with _one_at_a_time, _Shapes() as fake, ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "Accessing the data pointer")  # a copy asks whether there is one
         if gc.isenabled():  # a fifth of the time, for nothing: what dies here dies by its reference count
@@ -120,6 +123,8 @@ def step_memory(
         stack.enter_context(_semantics(device, gpu))
         stack.enter_context(_understood(fake))
         network = (settings() if callable(settings) else models.untrained(settings, attention)).train()
+        if not all(isinstance(parameter, FakeTensor) for parameter in network.parameters()):
+            raise ValueError("model returned a module that was there before; accepted: a function that makes it")
         stack.enter_context(_without_torchscript(network))
         network = _prepared(network, precision, checkpointing, freeze_layers, lora, prepare)
         network.register_forward_pre_hook(lambda *_: setattr(fake, "inside", type(network).__name__))
@@ -127,7 +132,7 @@ def step_memory(
         chosen = _optimizer(optimizer, network, device)
         if inputs is None:
             inputs = _text(network, batch, length, padded)
-        inputs = {k: fake.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+        inputs = type(inputs)(tree_map_only(torch.Tensor, fake.from_tensor, dict(inputs)))  # a tokenizer's has .to
         if step is None:
             for parameter in network.parameters():
                 if parameter.requires_grad:
@@ -174,8 +179,7 @@ def _prepared(network, precision, checkpointing, freeze_layers, lora, prepare):
     if precision == "bf16-pure":
         network.to(torch.bfloat16)
     if freeze_layers:
-        lists = [part for part in network.modules() if isinstance(part, torch.nn.ModuleList)]
-        layers = max(lists, key=len, default=())
+        layers = max((p for p in network.modules() if isinstance(p, torch.nn.ModuleList)), key=len, default=())
         if freeze_layers > len(layers):
             raise ValueError(f"freeze_layers was {freeze_layers}; accepted: up to the {len(layers)} this model has")
         parameters = list(network.parameters())  # in the order of the model's parts
@@ -275,9 +279,9 @@ class _Shapes(FakeTensorMode):
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
             kwargs = kwargs | {"device": torch.device("cpu")}
         if func is aten._local_scalar_dense.default:
-            if not self.inside:  # a norm, a count of steps, a loss to print
-                return False if args[0].dtype == torch.bool else 1
-            if getattr(args[0], "constant", None) is None:
+            if not self.inside and args[0].dtype != torch.bool:  # a norm, a count of steps, a loss to print
+                return 10.0 if args[0].is_floating_point() else 1
+            if getattr(args[0], "constant", None) is None:  # a truth value, by which a step chooses what to do
                 raise self._refusal(func)
         name = func._schema.name
         if name.startswith("aten::_foreach_"):  # fake tensors would take the lists apart, in three quarters of the time
@@ -343,9 +347,6 @@ def _results(func, args, result):
     return made
 
 
-_LIKE_THEIR_INPUT = {f"aten::_foreach_{name}" for name in ("add", "sub", "mul", "div", "sqrt", "neg", "pow", "lerp")}
-
-
 @contextmanager
 def _understood(fake):
     """Let a reader's step say "cuda" where torch has none, a scaler step without looking, a model change its type."""
@@ -404,7 +405,9 @@ def _semantics(device, gpu):
     attention, dropout, softmax = functions.scaled_dot_product_attention, functions.dropout, functions.softmax
 
     def cpu_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-        if dropout_p or enable_gqa or (attn_mask is not None and attn_mask.requires_grad):
+        shapes = {(t.dim(), *t.shape[:-2], t.shape[-1]) for t in (query, key, value)}
+        masked = attn_mask is not None and (attn_mask.requires_grad or attn_mask.dim() not in (2, 4))
+        if dropout_p or enable_gqa or masked or query.dim() != 4 or len(shapes) > 1:
             return attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         query, key, value, attn_mask = map(_autocast, (query, key, value, attn_mask))
         mask = None if attn_mask is None else _additive(attn_mask, query.dtype)
@@ -418,10 +421,9 @@ def _semantics(device, gpu):
 
     def cuda_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
         query, key, value, attn_mask = map(_autocast, (query, key, value, attn_mask))
-        kernel = _attention_kernel(gpu, query, attn_mask, enable_gqa)
+        kernel = _attention_kernel(gpu, query, attn_mask, enable_gqa, value)
         if kernel == "flash":
-            flash = aten._scaled_dot_product_flash_attention
-            return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+            return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         if kernel == "efficient":
             efficient, bias = aten._scaled_dot_product_efficient_attention, _bias(attn_mask, query, key)
             return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
@@ -463,16 +465,16 @@ def _autocast(value, dtype=None):
     return value.to(dtype or torch.get_autocast_dtype("cpu"))
 
 
-def _attention_kernel(gpu, query, mask, enable_gqa) -> str:
+def _attention_kernel(gpu, query, mask, enable_gqa, value) -> str:
     """Of "flash", "efficient" and "math", the one that CUDA takes. cuDNN's, on sm90, saves what flash saves.
 
     Source: the checks of sdp_utils.cpp in ATen's transformers/cuda.
     """
     capability, width = gpu.capability if gpu else None, query.shape[-1]
-    if capability is None:
-        return "math" if enable_gqa else "efficient"
+    if capability is None or query.dim() != 4:
+        return "efficient" if query.dim() == 4 and not enable_gqa else "math"
     half = query.dtype != torch.float32
-    if capability >= (8, 0) and half and mask is None and width <= 256:
+    if capability >= (8, 0) and half and mask is None and width == value.shape[-1] <= 256:
         return "flash"
     alignment = 8 if half and capability >= (7, 0) else 4 if capability >= (8, 0) else 1
     known = query.dtype != torch.bfloat16 or capability >= (8, 0)
