@@ -337,6 +337,25 @@ def test_a_forward_that_needs_data_is_refused_by_name(reads):
         predict.step_memory(lambda: Picky(8, 8), step=step, inputs={"x": torch.zeros(4, 8)})
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: torch.nn.LSTM(8, 8),
+        lambda: torch.compile(torch.nn.Linear(8, 8)),
+        lambda: compiled(torch.nn.Linear(8, 8)),
+    ],
+    ids=["recurrent", "wrapped", "compiled"],
+)
+def test_memory_inside_kernels_is_refused(model):
+    with pytest.raises(ValueError, match="recurrent or compiled modules.*not predicted"):
+        predict.step_memory(model, step=lambda *_: None, inputs={"x": torch.zeros(4, 8)}, optimizer="sgd")
+
+
+def compiled(module):
+    module.compile()
+    return module
+
+
 def test_experts_chosen_by_value_are_refused():
     settings = transformers.MixtralConfig(
         vocab_size=2000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,

@@ -127,6 +127,9 @@ def step_memory(
             raise ValueError("model returned a module that was there before; accepted: a function that makes it")
         stack.enter_context(_without_torchscript(network))
         network = _prepared(network, precision, checkpointing, freeze_layers, lora, prepare)
+        hidden = [p for p in network.modules() if isinstance(p, torch.nn.RNNBase) or p._compiled_call_impl]
+        if hidden or hasattr(network, "_orig_mod"):
+            raise ValueError("model has recurrent or compiled modules, whose memory is in their kernels: not predicted")
         network.register_forward_pre_hook(lambda *_: setattr(fake, "inside", type(network).__name__))
         network.register_forward_hook(lambda *_: setattr(fake, "inside", None), always_call=True)
         chosen = _optimizer(optimizer, network, device)
@@ -425,7 +428,8 @@ def _semantics(device, gpu):
         if kernel == "flash":
             return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         if kernel == "efficient":
-            efficient, bias = aten._scaled_dot_product_efficient_attention, _bias(attn_mask, query, key)
+            efficient = aten._scaled_dot_product_efficient_attention
+            bias = None if attn_mask is None else _bias(attn_mask, query, key)
             return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
         # Source: _scaled_dot_product_attention_math in ATen's transformers/attention.cpp. Halves are computed in fp32.
         root = (scale or query.shape[-1] ** -0.5) ** 0.5
@@ -492,8 +496,6 @@ def _bias(mask, query, key):
 
     Source: convert_boolean_attn_mask and preprocess_mask in ATen's transformers/attention.cpp.
     """
-    if mask is None:
-        return None
     mask = _additive(mask, query.dtype)
     length = mask.shape[-1]
     if length % 16:
@@ -523,19 +525,17 @@ def _add_card(prediction, tracker, gpu):
                 allocator.allocate(block, size) if born else allocator.free(block)
         return allocator
 
-    allocator = run()
+    allocator = None
     if gpu:
-        room = gpu.usable - CONTEXT
-        prediction.fits = allocator.reserved_peak <= room
-        if not prediction.fits and allocator.used_peak <= room:
-            with suppress(torch.OutOfMemoryError):  # perhaps when it returns what it holds and does not use
-                allocator = run(room)
-                prediction.fits = True
+        with suppress(torch.OutOfMemoryError):
+            allocator = run(gpu.usable - CONTEXT)
+        prediction.fits = allocator is not None
+    allocator = allocator or run()
     prediction.allocated, prediction.reserved = allocator.used_peak, allocator.reserved_peak
     prediction.card_bytes = allocator.reserved_peak + CONTEXT
-    gaps = allocator.reserved_peak - prediction.peak - 2 * workspace
-    prediction.card_parts = {"tensors": prediction.peak, "rounding and gaps": gaps,
-                             "cuBLAS workspaces": 2 * workspace, "CUDA context": CONTEXT}  # fmt: skip
+    parts = {"cuBLAS workspaces": 2 * workspace, "CUDA context": CONTEXT}
+    gaps = prediction.card_bytes - prediction.peak - sum(parts.values())
+    prediction.card_parts = {"tensors": prediction.peak, "rounding and gaps": gaps, **parts}
 
 
 class _Allocator:
