@@ -16,8 +16,8 @@ def panel(model: str = "bert-large-uncased", card: str = "Tesla T4", batch: int 
         import ipywidgets
         from IPython.display import HTML, display
     except ImportError as error:
-        print(_sentence(predict.step_memory(model, batch, length, card=card), machine.gpu(card)))
-        print(f"{error.name} is not installed: no panel")
+        verdict = _sentence(predict.step_memory(model, batch, length, card=card), machine.gpu(card))
+        print(f"{verdict}\n{error.name} is not installed: no panel")
         return
     controls = {
         "model": ipywidgets.Dropdown(options=models.names(), value=model),

@@ -303,6 +303,8 @@ class _Shapes(FakeTensorMode):
             known = self.known.get(key)
         except TypeError:
             key, known = None, None  # not to be compared
+        if known == "in place":
+            return args[0]
         if known:
             made = [self._made(args, *sizes) for sizes in known]
             return made[0] if len(made) == 1 else tuple(made)
@@ -310,7 +312,7 @@ class _Shapes(FakeTensorMode):
             result = self.dispatch(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise self._refusal(func) from error
-        if key is not None and key not in self.known:
+        if key is not None and key not in self.known and key[1] == _metadata(args):
             self.known[key] = _results(func, args, result)
         return result
 
@@ -334,6 +336,8 @@ def _metadata(value):
 
 def _results(func, args, result):
     """How to make the results again, if each is a view of the first argument, or has a whole storage of its own."""
+    if result is not None and args and result is args[0] and func._schema.name.endswith("_"):
+        return "in place"
     made = []
     storages = {t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, torch.Tensor)}
     for one in result if isinstance(result, tuple) else (result,):
@@ -356,10 +360,9 @@ def _understood(fake):
     autocast, scaler = torch.amp.autocast_mode.autocast.__init__, torch.amp.GradScaler.__init__
 
     def on_cpu(original):
-        def init(self, device="cuda", *arguments, device_type=None, **options):
-            original(self, here(device_type or device), *arguments, **options)
-
-        return init
+        return lambda self, device="cuda", *a, device_type=None, **o: original(
+            self, here(device_type or device), *a, **o
+        )
 
     def here(value):
         return "cpu" if isinstance(value, (str, torch.device)) and str(value).startswith("cuda") else value
@@ -385,10 +388,7 @@ def _understood(fake):
 
 @contextmanager
 def _without_torchscript(network):
-    """Run the Python that scripted functions were made from: TorchScript cannot see fake tensors.
-
-    DeBERTa has such functions in the older of the supported transformers.
-    """
+    """Run the Python of TorchScript functions, which cannot see fake tensors: DeBERTa's in the older transformers."""
     with ExitStack() as stack:
         for module in {sys.modules[type(part).__module__] for part in network.modules()}:
             for name, function in list(vars(module).items()):
