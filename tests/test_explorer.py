@@ -100,9 +100,11 @@ def test_controls_change_picture_and_verdict_in_a_browser(lab):
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         page = browser.new_page()
         page.goto(lab, timeout=60_000)
-        page.locator(".jp-Notebook .jp-Cell .cm-content").first.click(timeout=60_000)
-        page.wait_for_selector(".jp-Toolbar-kernelStatus[data-status=idle], .jp-NotebookPanel-toolbar", timeout=60_000)
-        page.keyboard.press("Control+Enter")
+        # Before the kernel is there, JupyterLab drops a request to run a cell without a word.
+        page.wait_for_function(
+            "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'", timeout=90_000
+        )
+        page.evaluate("window.jupyterapp.commands.execute('notebook:run-cell')")
         picture = page.locator(".jp-OutputArea-output img").last
         picture.wait_for(timeout=90_000)
         verdict = page.locator(".jp-OutputArea-output p", has_text=" on the card ").last
