@@ -19,6 +19,7 @@ from tutorial_utils.figures import size  # noqa: E402
 
 SETUP = Path(__file__).with_name("setup_cell.py")
 COMPARED = ROOT / "tutorial_utils" / "facts" / "predictions" / "compared.json"
+DECISIONS = COMPARED.with_name("decisions.json")
 PREDICTORS = {
     "step_memory": "`predict.step_memory`",
     "MemTracker": "PyTorch's `MemTracker`",
@@ -84,6 +85,44 @@ def readme_table(notebooks: dict[str, dict]) -> str:
             first = [link, course["promise"]] if position == 0 else ["", ""]
             lines.append("| " + " | ".join([*first, *ratios, where]) + " |")
     return "\n".join(lines)
+
+
+def techniques_table(notebooks: dict[str, dict]) -> str:
+    """What each technique costs, from the recorded figures, and what it changes, from the lessons themselves."""
+    columns = {"memory": "memory_ratio", "time": "time_ratio", "BERT-large, predicted": "bert_large_memory_ratio"}
+    recordings = bounds.recordings()
+    lines = [
+        "| technique | machine | " + " | ".join(columns) + " | what it changes | where it does not help |",
+        "|---|---|" + "---|" * len(columns) + "---|---|",
+    ]
+    for name, content in notebooks.items():
+        course = content["metadata"]["course"]
+        for position, recording in enumerate([r for r in recordings if name in r["lessons"]] or [None]):
+            figures = recording["lessons"][name]["figures"] if recording else {}
+            if position == 0 and not figures.keys() & set(columns.values()):
+                break  # a lesson that only looks
+            cells = [f"× {figures[figure]:.2f}" if figure in figures else "–" for figure in columns.values()]
+            first = [f"[{course['title']}](notebooks/{name}.ipynb)"] if position == 0 else [""]
+            last = [course["changes"], course["no_help"]] if position == 0 else ["", ""]
+            lines.append("| " + " | ".join([*first, recording["machine"]["name"], *cells, *last]) + " |")
+    return "\n".join(lines)
+
+
+def decisions_table(content: dict) -> str:
+    """What scripts/decide.py found: the largest micro-batch of each set of techniques."""
+    parts = []
+    for cases in content["answers"].values():
+        parts += ["| techniques | " + " | ".join(cases) + " |", "|---|" + "---|" * len(cases)]
+        for technique in next(iter(cases.values())):
+            cells = []
+            for answers in cases.values():
+                found = answers[technique]
+                batch = found["micro_batch"]
+                cells.append(f"{batch} ({size(found['card_bytes'])})" if batch else f"– ({size(found['card_bytes'])})")
+            parts.append("| " + " | ".join([technique, *cells]) + " |")
+        parts.append("")
+    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    return "\n".join([*parts, f"Predicted on {content['date']}, with {versions}: `python scripts/decide.py`."])
 
 
 def predictors_table(content: dict) -> str:
@@ -161,9 +200,12 @@ def stamped(address: str) -> dict[Path, str]:
     )
     readme = ROOT / "README.md"
     texts[readme] = between(readme.read_text(), "lessons", readme_table(notebooks))
-    if COMPARED.exists():  # else what was compared elsewhere stays
-        texts[readme] = between(texts[readme], "predictors", predictors_table(json.loads(COMPARED.read_text())))
-    recordings = [json.loads(p.read_text()) for p in sorted(COMPARED.parent.glob("*.json")) if p != COMPARED]
+    texts[readme] = between(texts[readme], "techniques", techniques_table(notebooks))
+    for path, name, table in ((COMPARED, "predictors", predictors_table), (DECISIONS, "decisions", decisions_table)):
+        if path.exists():  # else what was found elsewhere stays
+            texts[readme] = between(texts[readme], name, table(json.loads(path.read_text())))
+    own = {COMPARED.name, DECISIONS.name}
+    recordings = [json.loads(p.read_text()) for p in sorted(COMPARED.parent.glob("*.json")) if p.name not in own]
     texts[readme] = between(texts[readme], "predictions", predictions_table(recordings))
     return texts
 

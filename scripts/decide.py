@@ -1,0 +1,94 @@
+"""What fits, and how: the largest micro-batch of each set of techniques: python scripts/decide.py
+
+Everything is predicted, on any machine, in a few minutes. It writes tutorial_utils/facts/predictions/decisions.json;
+scripts/stamp.py puts the tables into README.md.
+"""
+
+import argparse
+import sys
+import warnings
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from tutorial_utils import bounds, machine, predict  # noqa: E402
+
+TARGET = ROOT / "tutorial_utils" / "facts" / "predictions" / "decisions.json"
+BATCH = 32  # texts a step, in micro-batches of a power of two
+FULL = {
+    "fp32, AdamW": dict(),
+    "fp16": dict(precision="fp16"),
+    "fp16, 8-bit AdamW": dict(precision="fp16", optimizer="adamw8bit"),
+    "fp16, checkpointing": dict(precision="fp16", checkpointing=1),
+    "fp16, checkpointing, 8-bit AdamW": dict(precision="fp16", checkpointing=1, optimizer="adamw8bit"),
+    "fp16, checkpointing, Adafactor": dict(precision="fp16", checkpointing=1, optimizer="adafactor"),
+    "LoRA of rank 8, fp16": dict(lora=8, precision="fp16"),
+    "LoRA of rank 8, fp16, checkpointing": dict(lora=8, precision="fp16", checkpointing=1),
+}
+HALF = {
+    "all weights, 16 bit": dict(precision="bf16-pure"),
+    "all weights, 16 bit, checkpointing, 8-bit AdamW": dict(
+        precision="bf16-pure", checkpointing=1, optimizer="adamw8bit"
+    ),
+    "LoRA of rank 8, 16 bit": dict(precision="bf16-pure", lora=8),
+    "LoRA of rank 8, 16 bit, checkpointing": dict(precision="bf16-pure", lora=8, checkpointing=1),
+}
+QUESTIONS = {
+    "full": (
+        FULL,
+        {
+            "DeBERTa-v3-large at 512 on a T4": dict(model="deberta-v3-large", length=512, card="T4"),
+            "DeBERTa-v3-large at 1024 on a T4": dict(model="deberta-v3-large", length=1024, card="T4"),
+            "BERT-large at 128 on 4 GiB": dict(model="bert-large-uncased", length=128, card="4 GiB"),
+        },
+    ),
+    "seven_billion": (
+        HALF,
+        {
+            f"Llama 2 7B at 512 on {named}": dict(model="llama-2-7b", length=512, card=card)
+            for named, card in (("a T4", "T4"), ("an L4", "L4"), ("an RTX 4090", "4090"), ("an A100 of 40 GB", "A100"))
+        },
+    ),
+}
+
+
+def largest(case: dict, technique: dict) -> dict:
+    """{micro_batch, card_bytes} of the largest power of two up to BATCH that fits; of 1, with 0, where none does."""
+    found, batch = None, 1
+    while batch <= BATCH:
+        accumulate = 1 if batch == BATCH else 2  # from two on, the memory is the same
+        report = predict.step_memory(batch=batch, padded=True, accumulate=accumulate, **case, **technique)
+        if not report.fits:
+            return found or {"micro_batch": 0, "card_bytes": report.card_bytes}
+        found, batch = {"micro_batch": batch, "card_bytes": report.card_bytes}, 2 * batch
+    return found
+
+
+def answers(techniques: dict, cases: dict) -> dict:
+    found = {}
+    for title, case in cases.items():
+        print(title, file=sys.stderr, flush=True)
+        found[title] = {name: largest(case, technique) for name, technique in techniques.items()}
+    return found
+
+
+def run() -> dict:
+    here = machine.start()
+    return {
+        "date": date.today().isoformat(),
+        "versions": here.versions,
+        "batch": BATCH,
+        "answers": {name: answers(*question) for name, question in QUESTIONS.items()},
+    }
+
+
+def main(arguments: list[str] | None = None):
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args(arguments)
+    warnings.simplefilter("ignore")  # of checkpointing's older name
+    bounds.write(TARGET, run())
+    print(f"wrote {TARGET.relative_to(ROOT)}; now: python scripts/stamp.py")
+
+
+if __name__ == "__main__":
+    main()
