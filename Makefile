@@ -20,11 +20,12 @@ record-predictions:
 lab: .venv/installed
 	PYTHONPATH=$(CURDIR) $(BIN)/jupyter lab --notebook-dir=notebooks
 
-# Fast tests first, then every notebook from a foreign folder.
+# Fast tests first, two at a time but for those that hold a time; then every notebook from a foreign folder.
 test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check tutorial_utils scripts tests
-	$(PYTEST)
+	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist worksteal -m "not alone"
+	$(PYTEST) -m alone
 	rm -rf reports/nbval && mkdir -p reports/nbval && cp notebooks/*.ipynb reports/nbval
 	PYTHONPATH=$(CURDIR) $(PYTEST) $(NBVAL) reports/nbval
 

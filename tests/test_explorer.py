@@ -84,6 +84,7 @@ def lab(tmp_path):
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine: apt-get install chromium")
+@pytest.mark.alone
 def test_controls_change_picture_and_verdict_in_a_browser(lab):
     from playwright.sync_api import sync_playwright
 

@@ -246,6 +246,7 @@ def test_dropout_and_attention_are_put_back():
     assert before == (torch.nn.functional.dropout, torch.nn.functional.scaled_dot_product_attention)
 
 
+@pytest.mark.alone
 def test_bert_large_is_predicted_in_a_second():
     predict.step_memory("bert-base-uncased", 1, 16)  # imports
     seconds = min(predict.step_memory("bert-large-uncased", 32, 128, card="T4").seconds for _ in range(3))
@@ -273,6 +274,7 @@ def test_bert_large_is_predicted_in_a_second():
         (dict(model="deberta-v3-base", attention="sdpa"), "transformers has no SDPA attention for deberta-v2"),
     ],
 )
+@pytest.mark.alone
 def test_refusals_name_what_was_given_and_what_is_accepted(choices, message):
     started = time.perf_counter()
     with pytest.raises(ValueError, match=message):

@@ -39,6 +39,7 @@ def test_the_package_is_thin():
     assert lines <= 2000, f"tutorial_utils has {lines} lines"
 
 
+@pytest.mark.alone
 def test_importing_adds_little_to_torch_and_transformers():
     names = ", ".join(path.stem for path in PACKAGE if path.stem != "__init__")
     code = ("import time, torch, transformers; started = time.perf_counter(); "

@@ -91,9 +91,8 @@ def start(network: bool = False) -> Machine:
     if missing and network:
         _install(missing)
     elif missing:
-        names = ", ".join(missing)
-        print(f"Not installed: {names}. Cells that use them will not run; with a network, set NETWORK = True above")
-    _quiet()
+        print(f"Not installed: {', '.join(missing)}. Cells that use them will fail; with a network, set NETWORK = True")
+    _quiet(here)
     versions = ", ".join(f"{name} {version}" for name, version in here.versions.items())
     print(f"{here.name}, {here.memory / GiB:.0f} GiB, {here.cores} cores; {versions}", *limits(here), sep="\n")
     return here
@@ -215,8 +214,9 @@ def _install(packages: list[str]):
     importlib.invalidate_caches()
 
 
-def _quiet():
+def _quiet(here: Machine):
     """No progress bars in committed outputs, and no telemetry."""
+    os.environ.setdefault("DS_ACCELERATOR", here.device)  # DeepSpeed, which Accelerate imports, logs what it guesses
     # Imported on a CPU, it warns of a 4-bit kernel that no optimizer uses.
     logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
