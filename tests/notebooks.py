@@ -96,7 +96,7 @@ def printed(cell) -> str:
     texts = []
     for output in cell["outputs"]:
         text = output.get("text") or output.get("data", {}).get("text/plain", "")
-        texts.append("".join(text))
+        texts.append("".join(text).removesuffix("\n"))  # a slow cell's lines are streams of their own
     return "\n".join(texts)
 
 
