@@ -3,7 +3,7 @@
 facts/bounds.toml holds, for every figure of every lesson, why it is bounded and the lowest and
 highest value for each backend class. A special case ("cuda-bf16") has those of its class ("cuda")
 unless it has its own. A figure that has none for a class is not expected there, and one that
-`needs` a package only where it is installed. A figure in bytes is bounded more tightly, by
+`needs` packages only where they are installed. A figure in bytes is bounded more tightly, by
 `tolerance` around a recording of this very machine and these versions
 (facts/bounds/<machine>.json, written by `make record` alone), or without one around the prediction.
 """
@@ -93,7 +93,7 @@ def _expected(lesson: str, here) -> dict:
     expected = {}
     for name, bound in _bounds(lesson).items():
         limits = bound.get(here.backend) or bound.get(here.backend.partition("-")[0])
-        installed = "needs" not in bound or importlib.util.find_spec(bound["needs"])
+        installed = all(map(importlib.util.find_spec, bound.get("needs", "").split()))
         if installed and (limits or name.endswith("_bytes")):
             expected[name] = {**bound, "range": limits}
     return expected
