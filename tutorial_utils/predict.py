@@ -521,7 +521,7 @@ def _add_card(prediction, tracker, gpu):
     def run(room=None):
         allocator = _Allocator(room)
         for block, born in sequence:
-            if size := workspace if isinstance(block, str) else block.size:
+            if (size := workspace if isinstance(block, str) else block.size) and (born or block in allocator.held):
                 allocator.allocate(block, size) if born else allocator.free(block)
         return allocator
 
