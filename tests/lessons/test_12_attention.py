@@ -19,13 +19,12 @@ COPIED = copied(LESSON)
     [
         ("        model.set_attn_implementation(wanted)", "        pass"),
         ('of_bert("sdpa", padded_texts)', 'of_bert("sdpa", full_texts)'),
-        ("return outcome(without_dropout(model), texts)", "return outcome(model.train(), texts)"),
         ("scale=(query.shape[-1] * terms) ** -0.5", "scale=query.shape[-1] ** -0.5"),
         ("bias = bias.masked_fill(~attention_mask.bool(), torch.finfo(bias.dtype).min)", "bias = bias.detach()"),
         ("partial(checkpoint, module.forward, use_reentrant=False)",
          "partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)"),
     ],
-    ids=["never switched", "mask dropped", "dropout left on", "wrong scale", "bias without mask and gradient",
+    ids=["never switched", "mask dropped", "wrong scale", "bias without mask and gradient",
          "random state not restored"],
 )  # fmt: skip
 def test_proof_can_fail(old, new):
