@@ -1,5 +1,3 @@
-import copy
-
 import pytest
 import torch
 from stranger import Ratings, regressor
@@ -93,7 +91,6 @@ def test_balance_loss_is_one_for_an_equal_load_and_more_for_any_other():
     torch.nn.init.zeros_(layer.router.weight)
     layer(torch.randn(16, 4))
     assert layer.balance_loss.item() == pytest.approx(1)
-    biased = copy.deepcopy(layer)
-    torch.nn.init.eye_(biased.router.weight)
-    biased(torch.tensor([[9.0, 0, 0, 0]]).expand(16, 4))
-    assert biased.balance_loss > 3 and biased.load.tolist() == [1, 0, 0, 0]
+    torch.nn.init.eye_(layer.router.weight)
+    layer(torch.tensor([[9.0, 0, 0, 0]]).expand(16, 4))
+    assert layer.balance_loss > 3 and layer.load.tolist() == [1, 0, 0, 0]
