@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 from stranger import Ratings, regressor
@@ -14,11 +16,11 @@ StepInBackward, round_at_random = COPIED["StepInBackward"], COPIED["round_at_ran
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("if self.left: return", "if False: return"),
+        ("if self.left:", "if False:"),
         ("torch.randint(2**dropped, values", "torch.randint(2**dropped // 2, 2**dropped // 2 + 1, values"),
         ("(bits & -(2**dropped))", "(bits & -(2**dropped // 2))"),
         ("(self.scale / self.every)", "self.scale"),
-        ("weight_decay=decay if p.ndim > 1 else 0.0)\n                p.", "weight_decay=decay)\n                p."),
+        ("weight_decay=decay if p.ndim > 1 else 0.0", "weight_decay=decay"),
         ("low.copy_(round_at_random(p.data, low.dtype))", "low"),
     ],
     ids=[
@@ -50,11 +52,11 @@ def train(model, trainer, data):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_copied(dtype):
     """A regression with another architecture learns in 16 bits; every parameter changes and no gradient is left."""
-    model = regressor()
+    model = regressor().eval()
     before = [p.detach().clone() for p in model.to(dtype).parameters()]
     trainer = StepInBackward(model, dtype, lr=1e-3, micro_batches=2, scale=4096.0 if dtype == torch.float16 else 1.0)
-    losses = train(model, trainer, batches(4, 2) * 6)
-    assert sum(losses[-4:]) < 0.5 * sum(losses[:4])
+    losses = train(model, trainer, batches(4, 2) * 15)
+    assert sum(losses[-4:]) < 0.6 * sum(losses[:4])
     assert all(p.dtype == dtype and p.grad is None and p.isfinite().all() for p in model.parameters())
     used = {id(p) for name, p in model.named_parameters() if "embed" not in name}
     assert all((p != q).any() for p, q in zip(model.parameters(), before, strict=True) if id(p) in used)
@@ -131,8 +133,8 @@ def test_values_that_fit_are_kept():
 
 def test_without_bitsandbytes(monkeypatch, capsys):
     """Degraded: one line, and AdamW with its state in 32 bits."""
-    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
-    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes.optim", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
     found = copied(LESSON)
     assert "no bitsandbytes" in capsys.readouterr().out and found["AdamW"] is torch.optim.AdamW
     model = regressor()
