@@ -9,6 +9,7 @@ import argparse
 import ast
 import importlib.util
 import json
+import linecache
 import os
 import subprocess
 import sys
@@ -117,6 +118,7 @@ def run_cells(path: Path):
             continue
         tags = set(cell["metadata"].get("tags", []))
         tree = ast.parse("".join(cell["source"]))
+        linecache.cache[f"<cell {number}>"] = (0, None, "".join(cell["source"]).splitlines(True), f"<cell {number}>")
         ends_in_value = bool(tree.body) and isinstance(tree.body[-1], ast.Expr)
         last = [tree.body.pop()] if ends_in_value else []
         try:

@@ -2,11 +2,14 @@
 
 import contextlib
 import io
+import itertools
 import json
+import linecache
 import symtable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+_numbers = itertools.count()
 LESSONS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 
 
@@ -56,7 +59,7 @@ def names(code: str) -> tuple[set[str], set[str]]:
 def copied(lesson: "Lesson") -> dict:
     """What the copy cell defines when it runs alone in an empty namespace."""
     namespace = {}
-    exec(compile(lesson.source("copy"), f"{lesson.name}: copy", "exec"), namespace)
+    run(lesson.source("copy"), namespace, f"{lesson.name}: copy")
     return namespace
 
 
@@ -75,11 +78,12 @@ def proof_fails(lesson: "Lesson", old: str, new: str):
     raise AssertionError(f"{lesson.name}: with {new!r} in place of {old!r} the proof still holds")
 
 
-def run(code: str, namespace: dict) -> str:
-    """What the code printed."""
-    output = io.StringIO()
+def run(code: str, namespace: dict, name: str = "cell") -> str:
+    """What the code printed. As in a kernel, its functions know their source."""
+    output, file = io.StringIO(), f"<{name} {next(_numbers)}>"
+    linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)
     with contextlib.redirect_stdout(output):
-        exec(compile(code, "<cell>", "exec"), namespace)
+        exec(compile(code, file, "exec"), namespace)
     return output.getvalue()
 
 

@@ -1,0 +1,112 @@
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from stranger import Ratings, regressor
+from torch.utils.data import DataLoader
+
+from notebooks import ROOT, copied, lesson, proof_fails, run, source
+
+pytest.importorskip("deepspeed")
+LESSON = lesson("16")
+ONLY = '["DDP", "FSDP2", *stages]', '["stage 3"]'
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("model.backward(loss)\n        model.step()", "model.backward(loss)"),
+        ("sampler=DistributedSampler(rows, world, rank, shuffle=False)", "shuffle=False"),
+        ('"gradient_accumulation_steps": accumulate', '"gradient_accumulation_steps": 1'),
+    ],
+    ids=["never stepped", "the same texts in each process", "not accumulated"],
+)
+def test_proof_can_fail(old, new, monkeypatch):
+    """With stage 3 alone, for the time it takes."""
+    monkeypatch.setattr(LESSON, "needed_for", only_stage_3(LESSON.needed_for))
+    proof_fails(LESSON, old, new)
+
+
+def quick(code):
+    return code.replace("rounds=5", "rounds=1, warmup=0")
+
+
+def only_stage_3(needed_for):
+    """The cells that the proof needs, with the first stage of three and without timing."""
+
+    def needed(tag):
+        cells = needed_for(tag)
+        assert any(ONLY[0] in source(cell) for cell in cells)
+        return [{**cell, "source": quick(source(cell).replace(*ONLY))} for cell in cells]
+
+    return needed
+
+
+STRANGER = """
+import json, os, sys
+import torch, torch.distributed as dist
+torch.set_num_threads(1)
+import deepspeed
+deepspeed.ops.__compatible_ops__ = {}
+from stranger import Ratings, regressor
+from torch.utils.data import DataLoader, DistributedSampler
+dist.init_process_group("gloo")
+data = Ratings(32)
+loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=False))
+engine, optimizer, losses = train_zero(regressor().eval(), loader, {"stage": 3, "reduce_bucket_size": 1e5})
+state = sum(t.numel() for values in optimizer.optimizer.state.values() for t in values.values())
+parameters = list(engine.module.parameters())
+with deepspeed.zero.GatheredParameters(parameters):
+    torch.save([p.detach().clone() for p in parameters], sys.argv[1] + str(dist.get_rank()))
+print("STATE", state)
+"""
+
+
+def test_copied(tmp_path):
+    """A DistilBERT, a regression: two processes train the weights of one, and hold half of the state each."""
+    script = tmp_path / "script.py"
+    script.write_text(LESSON.source("copy") + STRANGER)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu"}
+    where |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
+    where["CUDA_VISIBLE_DEVICES"] = ""
+    processes = [
+        subprocess.Popen([sys.executable, str(script), str(tmp_path / "weights")], stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, text=True,
+                         env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in (0, 1)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert all(process.returncode == 0 for process in processes), outputs[0][-2000:]
+
+    namespace = {}
+    run(LESSON.source("baseline"), namespace)
+    plain, before = regressor().eval(), regressor()
+    namespace["train"](plain, DataLoader(Ratings(32), batch_size=8))
+    first, second = (torch.load(tmp_path / f"weights{rank}", weights_only=True) for rank in (0, 1))
+    changed = sum((a - b).norm() for a, b in zip(plain.parameters(), before.parameters(), strict=True))
+    apart = sum((a - b).norm() for a, b in zip(plain.parameters(), first, strict=True))
+    assert changed > 0 and apart < 1e-3 * changed
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    every = sum(p.numel() for p in plain.parameters())
+    state = [int(output.split("STATE")[1].split()[0]) for output in outputs]
+    assert all(count == pytest.approx(every, rel=0.01) for count in state)  # two means, of half of the parameters
+
+
+def test_copied_needs_deepspeed_only_when_called():
+    assert "train_zero" in copied(LESSON)
+
+
+def test_without_deepspeed():
+    """The package is missing (imitated): one line, and torch's own ways are still proved."""
+    printed, namespace = [], {}
+    for cell in LESSON.needed_for("proof"):
+        code = source(cell).replace('importlib.util.find_spec("deepspeed") is not None', "False")
+        printed.append(run(quick(code), namespace))
+    assert sum("deepspeed is not installed" in text for text in printed) == 1
+    assert printed[-1].split("\n")[:2] == ["DDP: equal", "FSDP2: equal"] and "stage" not in printed[-1]
