@@ -1,0 +1,132 @@
+import os
+
+import pytest
+import torch
+import torch._dynamo
+from stranger import Ratings, regressor
+from torch.utils.data import DataLoader
+
+from notebooks import copied, lesson, proof_fails, run, source
+
+LESSON = lesson("14")
+COPIED = copied(LESSON)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
+    """One folder of compiled code for all tests here: the C++ compiler works once for each graph."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
+    """A machine without a C++ compiler or compiled code, imitated: Inductor is told of one that is not there."""
+    from torch._inductor import config, cpp_builder
+    from torch._inductor.utils import clear_caches
+
+    def forget():
+        clear_caches()
+        for function in vars(cpp_builder).values():
+            if hasattr(type(function), "cache_clear"):
+                function.cache_clear()
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    forget()
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        yield
+    forget()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("    torch.manual_seed(7)\n    loss", "    torch.manual_seed(7 + (network is after))\n    loss"),
+        ('faithful = {"dynamic": True', 'faithful = {"dynamic": False'),
+        ("        layer.compile(**options)", "        pass"),
+        ("    loss.backward()\n    gradients", "    (loss * (2 if network is after else 1)).backward()\n    gradients"),
+    ],
+    ids=["other random numbers", "a graph for each shape", "nothing compiled", "a gradient of twice the size"],
+)
+def test_proof_can_fail(old, new, no_compiler):
+    """By aot_eager, whose graphs are the same."""
+    proof_fails(LESSON, old, new)
+
+
+def test_copied():
+    """Another family, a regression: the layers' code runs from one graph, losses and weights are the plain ones."""
+
+    def trained(prepare):
+        model = regressor(layers=3).eval()
+        model.train = lambda mode=True: model  # dropout off, whatever the copied step says
+        prepared = prepare(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        batches = DataLoader(Ratings(24), batch_size=8)
+        losses = [COPIED["train_step"](model, optimizer, batch) for batch in batches]
+        return prepared, losses, list(model.parameters()), list(model.state_dict())
+
+    _, losses, weights, names = trained(lambda model: None)
+    torch._dynamo.utils.counters.clear()
+    done, compiled_losses, compiled_weights, compiled_names = trained(lambda m: COPIED["compile_layers"](m))
+    assert done and names == compiled_names
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the try, and one for three layers
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(losses, compiled_losses, strict=True))
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(weights, compiled_weights, strict=True))
+
+
+def test_without_a_compiler(no_compiler, capsys):
+    """The copied cell says why and leaves the model alone; the lesson goes on with aot_eager, and its proof holds."""
+    model = regressor()
+    assert COPIED["compile_layers"](model) is False
+    said = capsys.readouterr()
+    assert "C++ compiler" in said.out and len(said.out.splitlines()) == 1 and not said.err
+    assert not any(module._compiled_call_impl for module in model.modules())
+    namespace = {}
+    for cell in LESSON.needed_for("proof"):
+        run(source(cell), namespace)
+    assert namespace["proved_by"] == "aot_eager"
+
+
+def test_a_gpu_that_is_too_old(monkeypatch, capsys):
+    """A P100, imitated: Inductor raises what it raises there."""
+    from torch._inductor import exc
+
+    class P100:
+        name, major, minor = "Tesla P100-PCIE-16GB", 6, 0
+
+    def refuse(*_, **__):
+        raise exc.GPUTooOldForTriton(P100, None)
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    assert COPIED["compile_layers"](regressor()) is False
+    assert "too old" in capsys.readouterr().out
+
+
+def test_needs_by_the_facts():
+    namespace = {}
+    cell = next(cell for cell in LESSON.code if "def needs(" in source(cell))
+    exec(source(cell).split("\n\n\n")[0], namespace)
+    needs = namespace["needs"]
+    assert needs("cpu") is None and "C++" in needs("cpu", compiler=False)
+    assert "7.0" in needs("cuda", (6, 0)) and needs("cuda", (7, 5)) is None and needs("cuda", (7, 0), triton=False)
+
+
+def test_nothing_stays_on_disk(monkeypatch):
+    """The lesson's folder of compiled code is in force, whatever stood there before, and goes with its kernel."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
+    namespace = {}
+    run(source(LESSON.tagged("setup")[0]), namespace)
+    run(source(next(cell for cell in LESSON.code if "TemporaryDirectory()" in source(cell))), namespace)
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    place = namespace["folder"].name
+    assert cache_dir() == place and os.path.exists(place)
+    namespace.clear()
+    assert not os.path.exists(place)
