@@ -5,8 +5,9 @@ PIP_OPTIONS := $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cp
 PYTEST := $(BIN)/python -m pytest -q
 NBVAL := -p nbval -o addopts= --nbval-lax --nbval-current-env --nbval-cell-timeout=300
 
+# ONLY="00 05" chooses lessons.
 course: .venv/installed
-	$(BIN)/python scripts/course.py run
+	$(BIN)/python scripts/course.py run $(if $(ONLY),--only $(ONLY))
 
 lesson: .venv/installed
 	$(BIN)/python scripts/course.py lesson $(L)
