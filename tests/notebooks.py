@@ -59,7 +59,7 @@ def names(code: str) -> tuple[set[str], set[str]]:
 def copied(lesson: "Lesson") -> dict:
     """What the copy cell defines when it runs alone in an empty namespace."""
     namespace = {}
-    run(lesson.source("copy"), namespace, f"{lesson.name}: copy")
+    _execute(lesson.source("copy"), namespace, f"{lesson.name}: copy")
     return namespace
 
 
@@ -78,13 +78,19 @@ def proof_fails(lesson: "Lesson", old: str, new: str):
     raise AssertionError(f"{lesson.name}: with {new!r} in place of {old!r} the proof still holds")
 
 
-def run(code: str, namespace: dict, name: str = "cell") -> str:
-    """What the code printed. As in a kernel, its functions know their source."""
-    output, file = io.StringIO(), f"<{name} {next(_numbers)}>"
-    linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)
+def run(code: str, namespace: dict) -> str:
+    """What the code printed."""
+    output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        exec(compile(code, file, "exec"), namespace)
+        _execute(code, namespace, "cell")
     return output.getvalue()
+
+
+def _execute(code: str, namespace: dict, name: str):
+    """Run it. As in a kernel, its functions know their source."""
+    file = f"<{name} {next(_numbers)}>"
+    linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)
+    exec(compile(code, file, "exec"), namespace)
 
 
 def source(cell) -> str:

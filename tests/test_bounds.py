@@ -12,7 +12,7 @@ from tutorial_utils import bounds, machine
 LESSON = "01_gradient_accumulation"
 FIGURES = {
     "baseline_peak_bytes": 1000.0, "technique_peak_bytes": 400.0, "memory_ratio": 0.4, "time_ratio": 1.0,
-    "memory_ratio_one_by_one": 0.2, "time_ratio_one_by_one": 2.0,
+    "memory_ratio_one_by_one": 0.2, "time_ratio_one_by_one": 2.0, "bert_large_memory_ratio": 0.65,
     "time_ratio_small_to_large_micro_batch": 2.0,
 }  # fmt: skip
 PREDICTED = {"baseline_peak_bytes": 1000.0, "technique_peak_bytes": 400.0}
@@ -113,7 +113,8 @@ def test_every_bound_says_why_and_can_fail():
                 classes = [backend for backend in ("cpu", "cpu-fp16", "cuda", "cuda-bf16") if backend in bound]
                 assert classes and set(bound) <= {"why", "needs", *classes}, f"{lesson}.{name}: {sorted(bound)}"
                 for low, high in map(bound.get, classes):
-                    assert 0 < low < high <= 25 * low, f"{lesson}.{name} says nothing"
+                    most = max(25 * low, 0.02)  # from 0: as good as none
+                    assert 0 <= low <= high <= most, f"{lesson}.{name} says nothing"
 
 
 def test_recordings_are_whole():

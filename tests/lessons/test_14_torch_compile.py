@@ -12,17 +12,22 @@ LESSON = lesson("14")
 COPIED = copied(LESSON)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
     """One folder of compiled code for all tests here: the C++ compiler works once for each graph."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        yield
-    torch._dynamo.reset()
+    return str(tmp_path_factory.mktemp("inductor"))
 
 
 @pytest.fixture(autouse=True)
-def forgotten():
+def forgotten(folder, monkeypatch):
+    """The lesson's cells choose folders of their own, which are gone with them."""
+    from torch._inductor import codecache
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+    for name in ("_HEADER_DIR", "_HEADER_LOCK_DIR"):
+        monkeypatch.setattr(codecache, name, getattr(codecache, name))
+    torch._dynamo.reset()
+    yield
     torch._dynamo.reset()
 
 
