@@ -99,12 +99,13 @@ def techniques_table(notebooks: dict[str, dict]) -> str:
         course = content["metadata"]["course"]
         for position, recording in enumerate([r for r in recordings if name in r["lessons"]] or [None]):
             figures = recording["lessons"][name]["figures"] if recording else {}
-            if position == 0 and not figures.keys() & set(columns.values()):
+            if figures and not any("ratio" in figure for figure in figures):
                 break  # a lesson that only looks
             cells = [f"× {figures[figure]:.2f}" if figure in figures else "–" for figure in columns.values()]
             first = [f"[{course['title']}](notebooks/{name}.ipynb)"] if position == 0 else [""]
             last = [course["changes"], course["no_help"]] if position == 0 else ["", ""]
-            lines.append("| " + " | ".join([*first, recording["machine"]["name"], *cells, *last]) + " |")
+            where = recording["machine"]["name"] if recording else "not yet"
+            lines.append("| " + " | ".join([*first, where, *cells, *last]) + " |")
     return "\n".join(lines)
 
 
