@@ -97,6 +97,15 @@ def test_virtual_card_raises_and_the_session_goes_on():
     assert measure.memory(step, model, optimizer, batch, card=peak).peak == peak
 
 
+@pytest.mark.parametrize("where", ["the whole model", "one layer"])
+def test_a_compiled_model_is_refused(where):
+    """Under a mode its plain code would run, and the figure would be of that."""
+    step, model, optimizer, batch = training()
+    (model if where == "the whole model" else model.base_model.encoder.layer[0]).compile(backend="eager")
+    with pytest.raises(ValueError, match="compiled modules.*ask the allocator"):
+        measure.memory(step, model, optimizer, batch)
+
+
 def test_a_graph_dropped_without_backward_is_freed():
     _, model, _, batch = training()
 

@@ -57,8 +57,8 @@ class Memory:
 def memory(step: Callable[[], object], model, optimizer=None, inputs=(), card: int | None = None) -> Memory:
     """Measure one run of `step`, after one that does not count where the optimizer has no state yet.
 
-    inputs: the batch, or any nesting of tensors. card: a limit on tensor memory in bytes; the
-    operation that would pass it raises torch.OutOfMemoryError, as on a card of that size.
+    inputs: the batch, or any nesting of tensors. card: a limit on tensor memory in bytes; the operation that
+    would pass it raises torch.OutOfMemoryError, as on a card of that size. A compiled model raises ValueError.
     """
     device = next(model.parameters()).device
     if optimizer is not None and not optimizer.state:
@@ -98,6 +98,8 @@ class Tracker(TorchDispatchMode):
 
     def __init__(self, model, optimizer=None, inputs=(), card: int | None = None, inside_kernels: bool = True):
         super().__init__()
+        if hasattr(model, "_orig_mod") or any(module._compiled_call_impl for module in model.modules()):
+            raise ValueError("model has compiled modules, whose plain code would run here: ask the allocator")
         self.model, self.optimizer, self.card = model, optimizer, card
         self.inside_kernels = inside_kernels  # on a CPU; those for CUDA are not written in Python
         self.device = next(model.parameters()).device
@@ -191,8 +193,7 @@ class Tracker(TorchDispatchMode):
             timeline.append(max(moments, key=sum, default=tuple(counters.values())))
         highest = max(timeline, key=sum)
         modules = {name: size for name, size in modules.most_common() if size}
-        phases = ["start", *self._phases]
-        return Memory(sum(highest), dict(zip(ROLES, highest)), timeline, phases, modules=modules)
+        return Memory(sum(highest), dict(zip(ROLES, highest)), timeline, ["start", *self._phases], modules=modules)
 
     def _entered(self, module, _):
         self._inside.append(self._owners.get(module, self._inside[-1] if self._inside else ""))

@@ -127,9 +127,8 @@ def step_memory(
             raise ValueError("model returned a module that was there before; accepted: a function that makes it")
         stack.enter_context(_without_torchscript(network))
         network = _prepared(network, precision, checkpointing, freeze_layers, lora, prepare)
-        hidden = [p for p in network.modules() if isinstance(p, torch.nn.RNNBase) or p._compiled_call_impl]
-        if hidden or hasattr(network, "_orig_mod"):
-            raise ValueError("model has recurrent or compiled modules, whose memory is in their kernels: not predicted")
+        if any(isinstance(module, torch.nn.RNNBase) for module in network.modules()):
+            raise ValueError("model has recurrent modules, whose memory is in their kernels: not predicted")
         network.register_forward_pre_hook(lambda *_: setattr(fake, "inside", type(network).__name__))
         network.register_forward_hook(lambda *_: setattr(fake, "inside", None), always_call=True)
         chosen = _optimizer(optimizer, network, device)
