@@ -30,12 +30,12 @@ test: .venv/installed
 	rm -rf reports/nbval && mkdir -p reports/nbval && cp notebooks/*.ipynb reports/nbval
 	PYTHONPATH=$(CURDIR) $(PYTEST) $(NBVAL) reports/nbval
 
-# Besides: every lesson in a fork's folder without a network, and twice in a row.
+# Besides: every lesson in a fork's folder without a network, twice in a row, and on machines that are imitated.
 test-all: test
-	COURSE_TEST_ALL=1 $(PYTEST) tests/test_forks.py
+	COURSE_TEST_ALL=1 $(PYTEST) tests/test_decide.py tests/test_forks.py tests/test_machines.py
 
 kit: .venv/installed
-	$(BIN)/python scripts/kit.py
+	$(BIN)/python scripts/kit.py $(WHEELS)
 
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv

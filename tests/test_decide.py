@@ -1,10 +1,12 @@
 """README's tables of techniques: what fits, and what each costs."""
 
+import itertools
 import json
 
 import decide
 import pytest
 import stamp
+from test_forks import EVERY
 
 from notebooks import lessons
 from tutorial_utils import predict
@@ -36,11 +38,18 @@ def test_the_committed_answers_are_to_these_questions():
     )
 
 
-def test_a_committed_answer_is_what_is_predicted():
-    techniques, cases = decide.QUESTIONS["full"]
-    (title,) = (title for title in cases if "4 GiB" in title)
-    technique = "LoRA of rank 8, fp16"
-    found, committed = decide.largest(cases[title], techniques[technique]), ANSWERS["full"][title][technique]
+def cells():
+    """Every cell of the tables with COURSE_TEST_ALL=1, else one."""
+    for name, (techniques, cases) in decide.QUESTIONS.items():
+        for title, technique in itertools.product(cases, techniques):
+            if EVERY or ("4 GiB" in title and technique == "LoRA of rank 8, fp16"):
+                yield name, title, technique
+
+
+@pytest.mark.parametrize(("name", "title", "technique"), cells())
+def test_a_committed_answer_is_what_is_predicted(name, title, technique):
+    techniques, cases = decide.QUESTIONS[name]
+    found, committed = decide.largest(cases[title], techniques[technique]), ANSWERS[name][title][technique]
     assert found["micro_batch"] == committed["micro_batch"]
     assert found["card_bytes"] == pytest.approx(committed["card_bytes"], rel=0.02)
 

@@ -107,6 +107,18 @@ def test_a_fork_with_only_the_kit_attached_and_no_network(lesson, other_environm
     assert [p.name for p in fork.iterdir()] == [lesson.name], "the lesson left something in its folder"
 
 
+def test_the_kit_takes_wheels_along(tmp_path, monkeypatch):
+    """From a folder that serves as the index, so that no network is needed."""
+    (wheel,) = kit.build(tmp_path / "index").glob("*.whl")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
+    attached = kit.build(tmp_path / "kit", ("tutorial_utils",))
+    assert [path.name for path in (attached / "wheels").iterdir()] == [wheel.name]
+    with pytest.raises(subprocess.CalledProcessError):
+        kit.build(tmp_path / "kit", ("no-such-package",))
+    assert (attached / "wheels" / wheel.name).exists(), "the earlier kit is gone, and there is no new one"
+
+
 def test_the_watch_on_addresses_can_fail(other_environment):
     python, log = other_environment
     subprocess.run([python, "-c", "import socket; socket.getaddrinfo('example.invalid', 80)"], capture_output=True)

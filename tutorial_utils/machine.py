@@ -199,7 +199,7 @@ def _check_versions(versions: dict[str, str]):
             advice = {
                 "python": "use a newer image or environment",
                 "torch": "choose a newer image of the platform: this course does not replace its torch",
-                "transformers": 'run  pip install "transformers>=5.17"  and restart the kernel',
+                "transformers": 'run  pip install "transformers>=5.17"  (offline: see README) and restart the kernel',
             }[name]
             raise RuntimeError(f"{name} is {versions[name]}; the lessons need {oldest} or newer: {advice}")
 
