@@ -5,6 +5,7 @@ import torch
 import torch._dynamo
 from stranger import Ratings, regressor
 from torch.utils.data import DataLoader
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from notebooks import copied, lesson, proof_fails, run, source
 
@@ -80,16 +81,41 @@ def test_copied():
     _, losses, weights, names = trained(lambda model: None)
     torch._dynamo.utils.counters.clear()
     done, compiled_losses, compiled_weights, compiled_names = trained(lambda m: COPIED["compile_layers"](m))
-    assert done and names == compiled_names
+    assert done == 3 and names == compiled_names
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the try, and one for three layers
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(losses, compiled_losses, strict=True))
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(weights, compiled_weights, strict=True))
 
 
+def test_a_deep_decoder_is_compiled_once():
+    """Twelve layers, whose caches are numbered, and one graph that all of them run."""
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=12, n_head=2, n_positions=16))
+    made, ran = [], []
+
+    def backend(graph, _):
+        made.append(graph)
+        return lambda *arguments: (ran.append(1), graph(*arguments))[1]
+
+    assert COPIED["compile_layers"](model, backend=backend) == 12
+    made.clear()
+    ran.clear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    texts = torch.ones(2, 8, dtype=torch.long)
+    for _ in range(2):
+        COPIED["train_step"](model, optimizer, {"input_ids": texts, "labels": texts})
+    assert (len(made), len(ran)) == (1, 24)
+
+
+def test_a_model_without_a_list_of_layers_is_not_called_compiled():
+    model = BertModel(BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)).pooler
+    model.config, model.device = BertConfig(), torch.device("cpu")
+    assert not COPIED["compile_layers"](model, backend="eager")
+
+
 def test_without_a_compiler(no_compiler, capsys):
     """The copied cell says why and leaves the model alone; the lesson goes on with aot_eager, and its proof holds."""
     model = regressor()
-    assert COPIED["compile_layers"](model) is False
+    assert not COPIED["compile_layers"](model)
     said = capsys.readouterr()
     assert "C++ compiler" in said.out and len(said.out.splitlines()) == 1 and not said.err
     assert not any(module._compiled_call_impl for module in model.modules())
@@ -110,7 +136,7 @@ def test_a_gpu_that_is_too_old(monkeypatch, capsys):
         raise exc.GPUTooOldForTriton(P100, None)
 
     monkeypatch.setattr(torch, "compile", refuse)
-    assert COPIED["compile_layers"](regressor()) is False
+    assert not COPIED["compile_layers"](regressor())
     assert "too old" in capsys.readouterr().out
 
 
@@ -121,6 +147,7 @@ def test_needs_by_the_facts():
     needs = namespace["needs"]
     assert needs("cpu") is None and "C++" in needs("cpu", compiler=False)
     assert "7.0" in needs("cuda", (6, 0)) and needs("cuda", (7, 5)) is None and needs("cuda", (7, 0), triton=False)
+    assert "C compiler" in needs("cuda", (7, 5), compiler=False)
 
 
 def test_nothing_stays_on_disk(monkeypatch):
