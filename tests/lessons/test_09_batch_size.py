@@ -1,4 +1,5 @@
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ from stranger import Ratings, regressor
 from torch.utils.data import default_collate
 
 from notebooks import copied, lesson, proof_fails, run, source
-from tutorial_utils import measure
+from tutorial_utils import bounds, machine, measure, predict
 
 LESSON = lesson("09")
 COPIED = copied(LESSON)
@@ -97,6 +98,30 @@ def test_accumulating_needs_room_for_the_gradients_before():
     most, micro = largest_batch(alone, most=256), largest_batch(two, most=256)
     assert 0 < micro < most and not fits(two, most)
     assert fits(four, micro) and not fits(four, micro + 1)
+
+
+@pytest.mark.parametrize("name", ["Tesla T4", "a card without facts"])
+def test_the_search_on_a_gpu_stands_beside_its_prediction(name):
+    """That cell, on an imitated T4 which 52 texts fill."""
+
+    def step(batch_size):
+        if batch_size > 52:
+            raise torch.OutOfMemoryError
+
+    predicted, searched = (
+        next(source(cell) for cell in LESSON.code if words in source(cell))
+        for words in ("def predicted_step", "batch_found_to_predicted")
+    )
+    model = regressor()
+    namespace = {
+        **COPIED, "bounds": bounds, "machine": machine, "predict": predict, "LESSON": LESSON.name, "measured": {},
+        "model": model, "optimizer": torch.optim.AdamW(model.parameters()), "trial": lambda *_: step,
+        "here": SimpleNamespace(device="cuda", name=name, memory=15 * 2**30),
+        "preset": machine.Preset("bert-large-uncased", "random", 32, 128),
+    }  # fmt: skip
+    run(predicted[: predicted.index("guesses = ")], namespace)
+    assert "48, found by running out of memory; predicted 48" in run(searched, namespace)
+    assert namespace["measured"] == {"batch_found_to_predicted": 1.0}
 
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, MemoryError])
