@@ -119,15 +119,47 @@ def test_muon_continues_from_a_checkpoint():
     assert all(torch.equal(a, b) for a, b in zip(still, parted.parameters(), strict=True))
 
 
+def test_a_group_added_to_muon_is_trained():
+    """With the settings and the rate of the last part, also after loading, which makes new groups."""
+    model, added = regressor(), torch.nn.Parameter(torch.ones(4))
+    optimizer = namespace_with("muon")["muon"](model, 1e-3)
+    steps(model, optimizer, 1)
+    optimizer.add_param_group({"params": [added], "weight_decay": 0.0})
+    for lr, way in ((1e-3, 1e-3), (0.5, 0.501), (0.0, 0.501)):
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.param_groups[-1]["lr"] = lr
+        added.grad = torch.ones(4)
+        optimizer.step()
+        torch.testing.assert_close(added.detach(), torch.full((4,), 1 - way), rtol=0.0, atol=1e-5)
+    assert optimizer.state[added]["step"] == 3
+
+
+def test_muon_names_what_a_model_lacks():
+    muon, layers = namespace_with("muon")["muon"], [torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)]
+    with pytest.raises(ValueError, match=r"Sequential has no trained matrix inside a torch\.nn\.ModuleList"):
+        muon(torch.nn.Sequential(*layers), 1e-3)
+    assert muon(torch.nn.Sequential(torch.nn.ModuleList(layers)), 1e-3).parts[0].param_groups[0]["params"]
+
+
 def test_without_bitsandbytes_and_on_a_gpu(monkeypatch):
-    """Imitated: no bitsandbytes. And the function for a GPU, on the CPU with the tiny model."""
+    """Imitated: no bitsandbytes. And the functions for a GPU, on the CPU with the tiny model."""
     import transformers.trainer_optimizer as trainer_optimizer
 
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setattr(trainer_optimizer, "is_bitsandbytes_available", lambda: False)
-    space = namespace_with("tried", "all_four")
+    space = namespace_with("tried", "times_of_2022", "times_on_ladder")
     assert space["bnb"] is None
     assert "`bitsandbytes`" in space["tried"]("adamw_bnb_8bit")["reason"]
     assert space["tried"]("sgd")["library"] == "torch"
-    seconds = space["all_four"](space["new_model"](), "Adafactor", "cpu", 2, 32)
-    assert seconds.ratio("all four", to="plain") > 0
+    seconds = space["times_of_2022"](space["new_model"](), "Adafactor", "cpu", 2, 32)
+    assert seconds.ratio("all four", to="plain") > 0 and seconds.ratio("Adafactor", to="plain") > 0
+    assert space["times_on_ladder"](space["new_model"](), "cpu", 2).ratio("Adafactor", to="AdamW, for-loop") > 0
+
+    whole, pieces = space["new_model"]().eval(), space["new_model"]().eval()
+    batch = space["batches_of"](4, length=32)[0]
+    parts = [{name: value[i : i + 1] for name, value in batch.items()} for i in range(4)]
+    space["training_step"](whole, space["make"]("SGD", whole, 1.0), batch)()
+    space["accumulated"](pieces, space["make"]("SGD", pieces, 1.0), parts, "cpu", False)()
+    for a, b in zip(whole.parameters(), pieces.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    assert not torch.equal(whole.classifier.weight, space["new_model"]().classifier.weight)
