@@ -1,4 +1,5 @@
 import os
+import pathlib
 import subprocess
 import sys
 import time
@@ -188,8 +189,9 @@ def test_a_system_that_does_not_fork_by_default():
     assert "workers are forked here" in done.stdout and done.stdout.split()[-1] == "fork"
 
 
-def test_without_proc_memory_one_line_says_so(monkeypatch):
-    cell = next(source(cell) for cell in LESSON.code if "grown = " in source(cell))
+def test_without_proc_memory_one_line_says_so():
+    growth = next(source(cell) for cell in LESSON.code if "grown = " in source(cell))
+    own = next(source(cell) for cell in LESSON.code if "def private_memory" in source(cell))
 
     class Nowhere:
         def __init__(self, *_):
@@ -198,7 +200,50 @@ def test_without_proc_memory_one_line_says_so(monkeypatch):
         def exists(self):
             return False
 
-    assert run(cell, {"Path": Nowhere}).startswith("left out: ")
+    assert run(growth, {"Path": Nowhere}).startswith("left out: ")
+    namespace = {"Path": Nowhere}
+    assert run(own[own.index("if Path(") :], namespace).startswith("left out: ")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="this system does not tell private memory")
+def test_private_memory_is_what_a_process_wrote():
+    """A forked process that writes 32 MiB has so much more for itself than one that reads them."""
+    import multiprocessing
+
+    own = next(source(cell) for cell in LESSON.code if "def private_memory" in source(cell))
+    namespace = {"Path": pathlib.Path}
+    run(own[: own.index("\n\n\n")], namespace)
+    numbers, forked, sizes = numpy.ones(2**22), multiprocessing.get_context("fork"), []
+    for work in (numbers.sum, lambda: numbers.fill(2)):
+        done, end = forked.Event(), forked.Event()
+        process = forked.Process(target=lambda work=work, done=done, end=end: (work(), done.set(), end.wait(30)))
+        process.start()
+        assert done.wait(30)
+        sizes.append(namespace["private_memory"](process))
+        end.set()
+        process.join()
+    assert 31 * 2**20 < sizes[1] - sizes[0] < 36 * 2**20
+
+
+@pytest.mark.alone
+def test_the_callback_tells_what_a_trainer_waits():
+    """Its moments in the Trainer's order: half of the time is waited, what comes before and after does not count."""
+    from transformers import TrainerCallback
+
+    cell = next(source(cell) for cell in LESSON.code if "class IdleShare" in source(cell))
+    namespace = {"TrainerCallback": TrainerCallback, "time": time, "torch": torch}
+    run(cell, namespace)
+    idle = namespace["IdleShare"]()
+    for _ in range(2):
+        idle.on_epoch_begin(None, None, None)
+        for _ in range(3):
+            time.sleep(0.03)
+            idle.on_step_begin(None, None, None)
+            time.sleep(0.03)
+            idle.on_step_end(None, None, None)
+        time.sleep(0.1)
+    assert 0.17 < idle.waited < 0.3 and 0.4 < idle.waited / (idle.waited + idle.busy) < 0.6
+    assert namespace["IdleShare"].waited == 0
 
 
 def test_the_pinned_copy_needs_a_gpu():
