@@ -172,3 +172,17 @@ def test_gradients_wait_for_the_last_micro_batch():
     assert any(p.grad is not None for p in model.parameters())
     trainer.backward(model(**batches(4, 1)[0]).loss)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_another_optimizer_in_its_place():
+    """As the table of advice has it: 8-bit AdamW in the line of Adafactor."""
+    AdamW8bit = pytest.importorskip("bitsandbytes").optim.AdamW8bit
+    old = "Adafactor([p], scale_parameter=False, relative_step=False, **options)"
+    assert LESSON.source("copy").count(old) == 1
+    namespace = {"AdamW8bit": AdamW8bit}
+    run(LESSON.source("copy").replace(old, "AdamW8bit([p], **options)"), namespace)
+    model = regressor().eval()
+    trainer = namespace["StepInBackward"](model, torch.bfloat16, lr=1e-3, micro_batches=2)
+    losses = [namespace["train_step"](model, trainer, batch) for batch in batches(8, 1) * 15]
+    assert sum(losses[-2:]) < 0.6 * sum(losses[:2])
+    assert any(s["state1"].dtype == torch.uint8 for o in trainer.optimizers.values() for s in o.state.values())
