@@ -14,7 +14,8 @@ CPU = machine.Machine(
 T4 = dataclasses.replace(CPU, name="Tesla T4", device="cuda", memory=15 * 2**30, capability=(7, 5), bf16=False)
 P100 = dataclasses.replace(T4, name="Tesla P100-PCIE-16GB", device="cpu", capability=(6, 0), kernels=False, bf16=True)
 A100 = dataclasses.replace(T4, name="NVIDIA A100-SXM4-40GB", memory=40 * 2**30, capability=(8, 0), bf16=True)
-LAPTOP = dataclasses.replace(A100, name="NVIDIA GeForce RTX 3060", memory=6 * 2**30)
+LAPTOP = dataclasses.replace(A100, name="NVIDIA GeForce RTX 3060", memory=int(5.8 * 2**30))
+SMALL = dataclasses.replace(T4, name="NVIDIA GeForce GTX 1650", memory=int(3.9 * 2**30))
 
 
 def test_this_machine():
@@ -23,8 +24,8 @@ def test_this_machine():
 
 
 def test_classes_slugs_and_presets():
-    machines = (CPU, T4, P100, A100, LAPTOP)
-    assert [m.backend for m in machines] == ["cpu", "cuda", "cpu", "cuda-bf16", "cuda-bf16"]
+    machines = (CPU, T4, P100, A100, LAPTOP, SMALL)
+    assert [m.backend for m in machines] == ["cpu", "cuda", "cpu", "cuda-bf16", "cuda-bf16", "cuda"]
     assert [m.slug for m in machines[:3]] == ["cpu", "tesla-t4", "cpu"]
     presets = [machine.preset(m) for m in machines]
     assert [p.model for p in presets] == [
@@ -33,7 +34,9 @@ def test_classes_slugs_and_presets():
         "tiny",
         "bert-large-uncased",
         "bert-base-uncased",
+        "tiny",
     ]
+    assert presets[-1] == machine.preset(CPU)
 
 
 @pytest.mark.parametrize(("here", "words"), [(CPU, "No GPU"), (T4, "No bf16"), (P100, r"no kernels.*sm_60")])
@@ -47,10 +50,10 @@ def test_limits_are_said(here, words):
 def test_presets_fit_their_machines():
     from tutorial_utils import predict
 
-    for here in (T4, LAPTOP):
+    for here in (T4, LAPTOP, SMALL):
         preset = machine.preset(here)
-        peak = predict.step_memory(preset.model, preset.batch, preset.length, padded=True).peak
-        assert peak < 0.76 * here.memory, f"{preset} needs {peak / 2**30:.1f} GiB"
+        cost = predict.step_memory(preset.model, preset.batch, preset.length, padded=True, card=here.memory)
+        assert cost.fits and cost.peak < 0.76 * here.memory, f"{preset} needs {cost.card_bytes / 2**30:.1f} GiB"
 
 
 @pytest.mark.parametrize(
