@@ -8,7 +8,8 @@ from tutorial_utils import data
 
 LESSON = lesson("10")
 COPIED = copied(LESSON)
-head_and_tail, windows, pooled_logits = (COPIED[name] for name in ("head_and_tail", "windows", "pooled_logits"))
+head_and_tail, windows = COPIED["head_and_tail"], COPIED["windows"]
+example, pooled_logits = COPIED["example"], COPIED["pooled_logits"]
 LAST = "for start in [*range(0, last, step), last]]"
 
 
@@ -20,9 +21,20 @@ LAST = "for start in [*range(0, last, step), last]]"
         (LAST, "for start in range(0, len(ids), step)]"),
         ("ids[len(ids) - (room - head):]", "ids[-(room - head):]"),
         ("ids[:head] + ids", "ids[:head + 1] + ids"),
-        ("sums / owners.bincount()[:, None]", "sums"),
+        (".index_add(0, owners, logits) / owners.bincount()[:, None]", ".index_add(0, owners, logits)"),
+        ("model(**batch.to(model.device)).logits", 'model(batch.to(model.device)["input_ids"]).logits'),
+        ("*ids, tokenizer.sep_token_id]", "*ids]"),
     ],
-    ids=["the end is lost", "a longer step", "a short last window", "all, where no tail is left", "one more", "a sum"],
+    ids=[
+        "the end is lost",
+        "a longer step",
+        "a short last window",
+        "all, where no tail is left",
+        "one more",
+        "a sum",
+        "padding is read",
+        "no [SEP]",
+    ],
 )
 def test_proof_can_fail(old, new):
     proof_fails(LESSON, old, new)
@@ -52,7 +64,12 @@ def test_copied():
     collate = DataCollatorWithPadding(tokenizer)
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(5, 500, (int(length),), generator=generator).tolist() for length in (3, 40, 16, 90, 17)]
-    parts = [[{"input_ids": part, "attention_mask": [1] * len(part)} for part in windows(ids, 16, 8)] for ids in texts]
+    parts = [[example(part, tokenizer) for part in windows(ids, 16, 8)] for ids in texts]
+    assert example([7], tokenizer, 0.5) == {
+        "input_ids": [tokenizer.cls_token_id, 7, tokenizer.sep_token_id],
+        "attention_mask": [1] * 3,
+        "labels": 0.5,
+    }
 
     class Two(torch.nn.Module):  # DistilBERT takes no token types, which the collator does not make here
         def __init__(self):
