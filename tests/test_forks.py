@@ -1,8 +1,9 @@
 """A lesson alone in a folder, in another environment, without a network; and twice in a row.
 
-One lesson a run, chosen by the commit; all of them with COURSE_TEST_ALL=1 (make test-all).
+One lesson of a minute or less, chosen by the commit; all of them with COURSE_TEST_ALL=1 (make test-all).
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -20,11 +21,13 @@ from notebooks import LESSONS, ROOT
 EVERY = bool(os.environ.get("COURSE_TEST_ALL"))
 
 
-def chosen(lessons):
-    if EVERY or not lessons:
-        return lessons
+def chosen():
+    if EVERY:
+        return LESSONS
+    recorded = json.loads((ROOT / "tutorial_utils" / "facts" / "bounds" / "cpu.json").read_text())["lessons"]
+    short = [lesson for lesson in LESSONS if recorded[lesson.stem]["seconds"] <= 60]
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    return [lessons[int(commit or "0", 16) % len(lessons)]]
+    return [short[int(commit or "0", 16) % len(short)]]
 
 
 # Run by the other environment: cut the network if it can be cut, then execute the notebook here.
@@ -84,6 +87,7 @@ def execute(python, notebook: Path, folder: Path, **variables):
     )  # fmt: skip
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not without_network(), reason="this machine allows no namespace without a network")
 @pytest.mark.parametrize("lesson", LESSONS if EVERY else LESSONS[1:2], ids=lambda path: path.stem)
 def test_a_fork_with_only_the_kit_attached_and_no_network(lesson, other_environment, tmp_path):
@@ -150,7 +154,8 @@ def test_setup_says_what_to_do_where_the_course_is_nowhere(other_environment, tm
     assert "tutorial_utils: attach the offline kit or put it beside this file" in done.stderr
 
 
-@pytest.mark.parametrize("lesson", chosen(LESSONS), ids=lambda path: path.stem)
+@pytest.mark.alone
+@pytest.mark.parametrize("lesson", chosen(), ids=lambda path: path.stem)
 def test_twice_in_a_row_in_the_same_kernel(lesson, tmp_path):
     notebook = nbformat.read(lesson, as_version=4)
     again = [nbformat.from_dict(dict(cell, id=f"again-{number}")) for number, cell in enumerate(notebook.cells)]

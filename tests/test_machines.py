@@ -1,7 +1,7 @@
 """Lessons on machines that are not here, imitated by changing the machine's facts; and the recording notebook.
 
 Three imitated machines: a T4 (no bf16), a P100 (no kernels in this build of torch), one without bitsandbytes.
-All lessons run on all of them with COURSE_TEST_ALL=1; else those that it matters to, and one chosen by the commit.
+All lessons run on all of them with COURSE_TEST_ALL=1; else one on each, those that it matters to.
 """
 
 import json
@@ -13,7 +13,7 @@ import kit
 import nbformat
 import pytest
 from test_course import COMPARE, FIGURES
-from test_forks import EVERY, chosen
+from test_forks import EVERY
 
 from notebooks import LESSONS, ROOT, printed
 
@@ -29,15 +29,14 @@ MACHINES = {
     "no bitsandbytes": "import sys\nsys.modules['bitsandbytes'] = None",
 }
 SAID = {"T4": r"\(imitated\)[\s\S]*No bf16", "P100": r"\(imitated\)[\s\S]*no kernels for this GPU \(sm_60\)"}
-MATTERS = [("T4", "03"), ("no bitsandbytes", "04")]
+MATTERS = [("T4", "03"), ("P100", "04"), ("no bitsandbytes", "04")]
 
 
 def runs() -> list:
     if EVERY:
         return [(name, path) for path in LESSONS for name in MACHINES]
     by_number = {path.stem[:2]: path for path in LESSONS}
-    found = [(name, by_number[number]) for name, number in MATTERS if number in by_number]
-    return found + [("P100", path) for path in chosen(LESSONS)]
+    return [(name, by_number[number]) for name, number in MATTERS]
 
 
 def with_first_cell(path, source, folder):

@@ -1,6 +1,7 @@
 """Architectures by name, and what the tiny model's pretraining is worth."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -66,7 +67,10 @@ def test_pretrained_weights_that_cannot_be_had_are_one_line(monkeypatch, capsys,
     monkeypatch.setattr(machine, "hub_reachable", lambda: False)
     small = models._facts()["bert-base-uncased"] | {"hidden_size": 96, "num_hidden_layers": 1, "vocab_size": 99}
     monkeypatch.setattr(models, "_facts", lambda: {"bert-base-uncased": small})
+    waited = []
+    monkeypatch.setattr(time, "sleep", waited.append)
     assert models.build("bert-base-uncased", weights="pretrained").training
+    assert not waited, f"the hub was asked again and again although it cannot be reached: {sum(waited)} s of waiting"
     assert capsys.readouterr().out == (
         "bert-base-uncased: the hub cannot be reached and its cache has no copy; using random weights\n"
     )

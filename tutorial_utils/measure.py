@@ -256,10 +256,9 @@ class Tracker(TorchDispatchMode):
         for block in self._blocks.values():
             parts[block.role] += block.size
         held = ", ".join(f"{role} {size / MiB:,.0f}" for role, size in parts.items() if size)
-        phase = self._phases[-1] if self._phases else "set-up"
         return (
-            f"virtual card of {self.card / MiB:,.0f} MiB: {func or 'set-up'} in the {phase} asked for "
-            f"{size / MiB:,.1f} MiB more while {self.bytes / MiB:,.0f} MiB were held ({held}, in MiB)"
+            f"virtual card of {self.card / MiB:,.0f} MiB: {func or 'set-up'} in the {(self._phases or ['set-up'])[-1]} "
+            f"asked for {size / MiB:,.1f} MiB more while {self.bytes / MiB:,.0f} MiB were held ({held}, in MiB)"
         )
 
 

@@ -113,6 +113,7 @@ def _pretrained(name: str, settings, attention):
             num_labels=settings.num_labels,
             attn_implementation=attention,
             local_files_only=offline,
+            adapter_kwargs={"local_files_only": offline},  # or with peft it asks the hub for an adapter
             use_safetensors=True,
             **NO_CACHE,
         )
