@@ -17,8 +17,13 @@ from functools import cache
 from pathlib import Path
 
 GiB = 2**30
-OLDEST = {"python": "3.11", "torch": "2.11", "transformers": "5.17"}
+# The oldest versions that the lessons run on, those of platforms/, and the newest that they were tested with.
+OLDEST = {"python": "3.11", "torch": "2.10", "transformers": "5.0"}
+NEWEST = {"python": "3.13", "torch": "2.15", "transformers": "5.23"}
 NEEDED = ("datasets", "accelerate", "matplotlib")  # beside torch and transformers, by every lesson
+# peft makes no LoRA layer beside an older torchao, which Kaggle and Colab have. Source: peft's import_utils.py.
+OLDEST_TORCHAO = (0, 16)
+ACCELERATORS = "on Kaggle choose GPU T4 x2 under Settings, Accelerator; on Colab a T4 under Runtime, Change runtime type"
 
 
 @dataclass(frozen=True)
@@ -77,25 +82,51 @@ def facts() -> Machine:
     return Machine(properties.name, "cuda", properties.total_memory, cores, capability, bf16, True, versions)
 
 
-def start(network: bool = False) -> Machine:
-    """Open a lesson: check the versions, install what is missing if `network`, show the machine.
+_may_install = False  # from the network; set by `start`
+left_out: dict[str, str] = {}  # package → what this lesson leaves out without it
 
-    torch is never replaced. RuntimeError where Python, torch or transformers is too old.
+
+def start(network: bool = False) -> Machine:
+    """Open a lesson: check the versions, add what is missing, show the machine.
+
+    What is missing comes from the kit, or with `network` from the package index. Nothing that is there is replaced.
+    RuntimeError where Python, torch or transformers is too old.
     """
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # of several GPUs, or the Trainer would split each batch
+    global _may_install
+    _may_install = network
+    count = _one_gpu()
+    _hide_old_torchao()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of an old GPU that torch has no kernels for: said below
         here = facts()
     _check_versions(here.versions)
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing and network:
-        _install(missing)
-    elif missing:
-        print(f"Not installed: {', '.join(missing)}. Cells that use them will fail; with a network, set NETWORK = True")
-    _quiet(here)
     versions = ", ".join(f"{name} {version}" for name, version in here.versions.items())
     print(f"{here.name}, {here.memory / GiB:.0f} GiB, {here.cores} cores; {versions}", *limits(here), sep="\n")
+    if count > 1:
+        print(f"{count} GPUs are here; a lesson uses the first, and says what another would change where it matters.")
+    for name in NEEDED:
+        need(name, "the cells that use it")
+    _quiet(here)
     return here
+
+
+def need(package: str, what: str) -> bool:
+    """Whether a package is here; if not, it is taken from the kit, or from the network if the lesson may.
+
+    Where it cannot be had, a line says that `what` is left out, and the runner's table will.
+    """
+    hidden = package in sys.modules and sys.modules[package] is None
+    if not hidden and (importlib.util.find_spec(package) or _install(package)):
+        return True
+    leave_out(package, what, "not installed")
+    return False
+
+
+def leave_out(package: str, what: str, why: str):
+    """Say in a line, and in the runner's table, what this lesson leaves out; from here on the package is not there."""
+    sys.modules[package] = None
+    left_out[package] = what
+    print(f"left out: {what}. {package}: {why}")
 
 
 def limits(here: Machine) -> list[str]:
@@ -104,8 +135,8 @@ def limits(here: Machine) -> list[str]:
     if not here.kernels:
         major, minor = here.capability
         lines.append(
-            f"This build of torch has no kernels for this GPU (sm_{major}{minor}): choose another "
-            f"accelerator, or a build of torch made for it. Until then the lessons run on the CPU."
+            f"This build of torch has no kernels for the {here.name} (sm_{major}{minor}), so the lessons run on the CPU: "
+            f"{ACCELERATORS}."
         )
     elif here.device == "cpu":
         lines.append("No GPU: lessons run at a small size, and predict the real sizes.")
@@ -193,25 +224,67 @@ def hub_reachable() -> bool:
 
 
 def _check_versions(versions: dict[str, str]):
+    def places(version):
+        return [int(part) for part in re.findall(r"\d+", version)[:2]]
+
     for name, oldest in OLDEST.items():
-        found, least = ([int(part) for part in re.findall(r"\d+", v)[:2]] for v in (versions[name], oldest))
-        if found < least:
+        if places(versions[name]) < places(oldest):
             advice = {
                 "python": "use a newer image or environment",
                 "torch": "choose a newer image of the platform: this course does not replace its torch",
-                "transformers": 'run  pip install "transformers>=5.17"  (offline: see README) and restart the kernel',
+                "transformers": 'run  !pip install "transformers>=5.0"  (offline: see README) and restart the kernel',
             }[name]
             raise RuntimeError(f"{name} is {versions[name]}; the lessons need {oldest} or newer: {advice}")
+    newer = [f"{name} {versions[name]}" for name in NEWEST if places(versions[name]) > places(NEWEST[name])]
+    if newer:
+        print(f"Newer than what the lessons were tested with: {', '.join(newer)}. They go on.")
 
 
-def _install(packages: list[str]):
+def _one_gpu() -> int:
+    """How many GPUs are here, of which one is used: of several, the Trainer would split each batch."""
     import torch
 
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
-        print(f"torch=={torch.__version__}", file=constraints, flush=True)
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", constraints.name]
-        subprocess.run([*pip, *packages], check=True)
-    importlib.invalidate_caches()
+    count = torch.cuda.device_count()  # does not open CUDA, which would fix the choice
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+    return count
+
+
+def _hide_old_torchao():
+    if importlib.util.find_spec("torchao"):
+        version = importlib.metadata.version("torchao")
+        if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST_TORCHAO:
+            sys.modules["torchao"] = None
+
+
+def _wheels() -> list[Path]:
+    """The folders of wheels in the kit: attached, named by COURSE_KIT, or uploaded beside the notebook."""
+    kit = Path(os.environ.get("COURSE_KIT", "/kaggle/input"))
+    # Not deeper: a competition's data may be a million files.
+    found = [path for depth in ("", "*/", "*/*/", "*/*/*/") for path in kit.glob(f"{depth}wheels") if path.is_dir()]
+    return [*found, *(path for path in (Path("wheels"), Path("kit/wheels"), Path()) if any(path.glob("*.whl")))]
+
+
+def _install(package: str) -> bool:
+    """Add a package, from the kit or the network, without replacing anything that is here."""
+    sources = [("the kit", ["--no-index", *(f"--find-links={folder.resolve()}" for folder in _wheels())])]
+    if not _wheels():
+        sources.clear()
+    if _may_install:
+        sources.append(("the network", ["--retries=1", "--timeout=10"]))
+    for source, options in sources:
+        with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as constraints:
+            for installed in importlib.metadata.distributions():
+                if installed.metadata["Name"]:
+                    print(f"{installed.metadata['Name']}=={installed.version}", file=constraints)
+            constraints.flush()
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            command = [*pip, f"--constraint={constraints.name}", *options, package]
+            done = subprocess.run(command, capture_output=True, text=True)
+        importlib.invalidate_caches()
+        if done.returncode == 0 and importlib.util.find_spec(package):
+            print(f"{package} {importlib.metadata.version(package)}: installed from {source}")
+            return True
+    return False
 
 
 def _quiet(here: Machine):

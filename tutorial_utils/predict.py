@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from . import machine, measure, models
+from . import machine, measure, models, names
 from .measure import MiB
 
 OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "sgd")
@@ -195,8 +195,7 @@ def _prepared(network, precision, checkpointing, freeze_layers, lora, prepare):
         targets = KNOWN.get(network.config.model_type, ["Wqkv", "q_lin", "v_lin"])  # ModernBERT's, DistilBERT's
         network = get_peft_model(network, LoraConfig(task_type="SEQ_CLS", r=lora, target_modules=targets))
     if checkpointing:
-        enable = getattr(network, "activation_checkpointing_enable", None)  # its name from transformers 5.23 on
-        (enable or network.gradient_checkpointing_enable)(every_n_layers=checkpointing)
+        names.checkpoint_layers(network, checkpointing)
     if prepare is not None:
         prepare(network)
     return network
