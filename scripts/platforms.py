@@ -192,6 +192,8 @@ def main(given: list[str] | None = None) -> int:
         python = environment(arguments.platform, arguments.python, arguments.cpu)
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    except subprocess.CalledProcessError:
+        parser.error(f"pip could not install platforms/{arguments.platform}.txt: its reason stands above")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         attached = kit.whole(Path(folder, "input", "small-gpu-course"))
