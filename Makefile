@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP_OPTIONS := $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
 PYTEST := $(BIN)/python -m pytest -q
-NBVAL := -p nbval -o addopts= --nbval-lax --nbval-current-env --nbval-cell-timeout=300
+NBVAL := -p nbval -o addopts= --nbval-lax --nbval-current-env --nbval-cell-timeout=300 --nbval-sanitize-with=tests/sanitize.cfg
 
 # ONLY="00 05" chooses lessons.
 course: .venv/installed
@@ -13,7 +13,7 @@ lesson: .venv/installed
 	$(BIN)/python scripts/course.py lesson $(L)
 
 record:
-	$(if $(wildcard .venv/installed),$(BIN)/python,$(PYTHON)) scripts/course.py record
+	$(if $(wildcard .venv/installed),$(BIN)/python,$(PYTHON)) scripts/course.py record $(if $(ONLY),--only $(ONLY))
 
 record-predictions:
 	$(if $(wildcard .venv/installed),$(BIN)/python,$(PYTHON)) scripts/record_predictions.py
@@ -30,9 +30,11 @@ test: .venv/installed
 	rm -rf reports/nbval && mkdir -p reports/nbval && cp notebooks/*.ipynb reports/nbval
 	PYTHONPATH=$(CURDIR) $(PYTEST) $(NBVAL) reports/nbval
 
-# Besides: every lesson in a fork's folder without a network, twice in a row, and on machines that are imitated.
+# Besides: every lesson in a fork's folder without a network, twice in a row, and on machines that are imitated; each
+# fault with a whole lesson; 2,000 cases of bad input.
 test-all: test
-	COURSE_TEST_ALL=1 $(PYTEST) tests/test_decide.py tests/test_forks.py tests/test_machines.py
+	COURSE_TEST_ALL=1 $(PYTEST) tests/test_bad_input.py tests/test_decide.py tests/test_faults.py tests/test_forks.py \
+		tests/test_machines.py
 
 # Needs pip and a network, and none of the course's packages.
 kit:

@@ -99,26 +99,30 @@ def _reported(written: dict, result: dict) -> dict:
 
 def end(process: subprocess.Popen):
     """Kill a lesson's process, its kernel and whatever that has started."""
-    import psutil
-
-    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    for member in family:
-        with suppress(psutil.NoSuchProcess):
-            member.kill()
+    _kill_family(process.pid)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    psutil.wait_procs(family[:-1], timeout=3)
 
 
 def _end_with(runner: int):
     """Where the runner was killed it could not end its lesson: this process does, and so does the kernel with it."""
-    import psutil
-
     while os.getppid() == runner:
         time.sleep(0.5)
-    for member in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            member.kill()
+    _kill_family(os.getpid())
     os._exit(1)
+
+
+def _kill_family(ancestor: int):
+    """Kill what a process started: a kernel is in a session of its own. psutil comes with jupyter, as kernels do."""
+    with suppress(ImportError):
+        import psutil
+
+        family = psutil.Process(ancestor).children(recursive=True)
+        for member in family:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(family, timeout=3)
 
 
 def execute(path: Path, executed: Path, wrong: Path) -> int:
@@ -218,14 +222,14 @@ def run(paths: list[Path], keep: bool = True, record: bool = False) -> list[dict
     """Run lessons in order; one that fails leaves the others' results, an interrupt those before it."""
     results = []
     for path in paths:
-        print(f"{path.stem} …", flush=True)
+        say(f"{path.stem} …")
         with tempfile.TemporaryDirectory() as folder:
             executed = Path(folder, path.name) if record else REPORTS / "executed" / path.name
             results.append(run_lesson(path, executed if keep else None))
             last = results[-1]
             if record and last["status"] == "passed":
                 write_recording(path, last, executed)
-        print(f"{path.stem} {last['status']} in {last['seconds']:.0f} s {last['reason'][:500]}".rstrip(), flush=True)
+        say(f"{path.stem} {last['status']} in {last['seconds']:.0f} s {last['reason'][:500]}".rstrip())
         if last["status"] == "interrupted":
             break
     return results
@@ -247,6 +251,13 @@ def write_recording(path: Path, result: dict, executed: Path):
         unfinished = path.with_suffix(".unfinished")
         shutil.copyfile(executed, unfinished)
         unfinished.replace(path)
+
+
+def say(text: str):
+    """Print it, also where the terminal's encoding has not all of its letters."""
+    with suppress(AttributeError):
+        sys.stdout.reconfigure(errors="replace")
+    print(text, flush=True)
 
 
 def table(results: list[dict]) -> str:
@@ -302,7 +313,7 @@ def main(given: list[str] | None = None) -> int:
             os.environ |= {"COURSE_RECORDING": "1", "COURSE_STRICT": "1"}
         results = run(chosen, record=recording)
     about, slug = machine_facts()
-    print("\n" + table(results))
+    say("\n" + table(results))
     if arguments.command == "run":
         bounds.write(REPORTS / "course.json", {**about, "lessons": results})
         print("\nreports/course.json; the executed notebooks are in reports/executed")

@@ -131,14 +131,19 @@ def load(path: Path) -> dict:
         content = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path.name} is not JSON ({error}): {_AGAIN}") from None
-    for key in ("machine", "lessons"):
-        if key not in content:
-            raise ValueError(f"{path.name} has no {key!r}; it has {sorted(content)}: {_AGAIN}")
+    _has(content, ("machine", "lessons"), path.name)
+    _has(content["lessons"], (), f"{path.name}: lessons")
     for lesson, recorded in content["lessons"].items():
-        for key in ("versions", "date", "seconds", "figures"):
-            if key not in recorded:
-                raise ValueError(f"{path.name} has no {key!r} for {lesson}; it has {sorted(recorded)}: {_AGAIN}")
+        _has(recorded, ("versions", "date", "seconds", "figures"), f"{path.name}: {lesson}")
     return content
+
+
+def _has(content, keys: tuple[str, ...], where: str):
+    if not isinstance(content, dict):
+        raise ValueError(f"{where} has {str(content)[:40]!r} where names and values belong: {_AGAIN}")
+    for key in keys:
+        if key not in content:
+            raise ValueError(f"{where} has no {key!r}; it has {sorted(content)}: {_AGAIN}")
 
 
 def folder() -> Path:

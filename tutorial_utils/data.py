@@ -59,9 +59,9 @@ def load(source: str = "docstrings", text: str = "text", label: str = "label") -
     """
     if source == "docstrings":
         return _docstrings()
-    if source.startswith("hub:"):
+    if isinstance(source, str) and source.startswith("hub:"):
         return _hub(source.removeprefix("hub:"), text, label)
-    if source.endswith(".csv"):
+    if isinstance(source, str) and source.endswith(".csv"):
         return _csv(Path(source), text, label)
     raise ValueError(f'source was {source!r}; accepted: "docstrings", "hub:owner/name", or the path of a .csv file')
 
@@ -80,12 +80,14 @@ def encode(rows, tokenizer, length: int | None = None) -> list[dict]:
     tokenizer's model accepts raises ValueError.
     """
     limit = tokenizer.model_max_length
-    if length is not None and not 2 < length <= limit:
+    if length is not None and not (isinstance(length, int) and 2 < length <= limit):
         raise ValueError(f"length was {length}; accepted: 3 to {limit}, the positions this model has")
     texts = [row["text"] for row in rows]
     for number, text in enumerate(texts):
-        if not text or not text.strip():
-            raise ValueError(f"row {number} has an empty text: remove it or fill it in")
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"row {number} has {text!r} for a text; accepted: words. Remove it or fill it in")
+    if not texts:
+        return []
     encoded = tokenizer(texts, truncation=length is not None, max_length=length, verbose=False)
     for number, ids in enumerate(encoded["input_ids"]):
         if len(ids) > limit:
@@ -107,7 +109,7 @@ def loader(
     import torch
     from transformers import DataCollatorWithPadding
 
-    if batch_size < 1:
+    if not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size was {batch_size}; accepted: 1 or more")
     if padding not in ("longest", "max_length"):
         raise ValueError(f'padding was {padding!r}; accepted: "longest" or "max_length"')
@@ -202,10 +204,16 @@ def _texts_of(source: bytes):
 def _csv(path: Path, text: str, label: str) -> Corpus:
     if not path.exists():
         raise FileNotFoundError(f"no file at {str(path)!r}: give the path of a CSV file with a header")
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        _check_columns(reader.fieldnames or [], text, label, path.name, "path")
-        pairs = [(row[text], row[label]) for row in reader]
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            names, rows = reader.fieldnames or [], list(reader)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(
+            f"{path.name} cannot be read ({error}); accepted: a CSV file with a header, in UTF-8"
+        ) from None
+    _check_columns(names, text, label, path.name, "path")
+    pairs = [(row[text], row[label]) for row in rows]
     return _from_pairs(pairs, path.name)
 
 

@@ -96,6 +96,8 @@ def start(network: bool = False) -> Machine:
     """
     global _may_install
     _may_install = network
+    # Threads that spin while they wait take the processor from whoever has work. It counts before torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     count = _one_gpu()
     _hide_old_torchao()
     with warnings.catch_warnings():
@@ -179,10 +181,10 @@ def gpu(card: str | int | Gpu) -> Gpu:
     """The card of a name or of a unique word of one ("T4"), or of a size ("6 GiB", or bytes). Else ValueError."""
     if isinstance(card, Gpu):
         return card
-    if isinstance(card, str) and (size := re.fullmatch(r"([\d.]+) ?GiB", card.strip())):
-        card = round(float(size[1]) * GiB)
-    if isinstance(card, int) and card > 0:
-        return Gpu(f"{card / GiB:g} GiB", card, None)
+    size = re.fullmatch(r"(\d+(\.\d+)?) ?GiB", card.strip(), re.ASCII) if isinstance(card, str) else None
+    count = round(float(size[1]) * GiB) if size else card
+    if isinstance(count, int) and not isinstance(count, bool) and count > 0:
+        return Gpu(f"{count / GiB:g} GiB", count, None)
     found = [g for name, g in gpus().items() if card == name or str(card).lower() in re.split(r"[ -]", name.lower())]
     if len(found) != 1:
         raise ValueError(f'card was {card!r}; accepted: {", ".join(gpus())}, a word of one, or a size such as "6 GiB"')

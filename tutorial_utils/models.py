@@ -11,6 +11,7 @@ from .data import TINY
 GAIN_STEPS = 60
 GAIN_POINTS = 10
 
+MOST_LABELS = 100_000  # a configuration names each
 NO_CACHE = {"use_cache": False}  # a classifier has none, and with checkpointing transformers would warn of it
 
 
@@ -31,8 +32,10 @@ def config(name: str, num_labels: int = 2, **changes):
     """
     from transformers import AutoConfig
 
-    if name not in _facts():
+    if not isinstance(name, str) or name not in _facts():
         raise ValueError(f"model was {name!r}; accepted: {', '.join(names())}")
+    if not isinstance(num_labels, int) or not 1 <= num_labels <= MOST_LABELS:
+        raise ValueError(f"num_labels was {num_labels!r}; accepted: 1 to {MOST_LABELS:,}")
     fields = {key: value for key, value in _facts()[name].items() if key != "hub"}
     return AutoConfig.for_model(**{**fields, **NO_CACHE, **changes}, num_labels=num_labels)
 

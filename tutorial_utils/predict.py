@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from . import machine, measure, models, names
 from .measure import MiB
 
+MOST = 1_000_000  # of texts, tokens and the like: beyond it sizes in bytes overflow
 OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "sgd")
 PRECISIONS = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16, "bf16-pure": None}  # of autocast
 
@@ -103,11 +104,17 @@ def step_memory(
     limit: on tensor memory in bytes, as `card` in `measure.memory`: torch.OutOfMemoryError where it is passed.
     Raises ValueError for what it does not cover, ImportError where bitsandbytes or peft is needed and missing.
     """
+    from transformers import PretrainedConfig
+
     started = time.perf_counter()
     gpu = None if card is None else machine.gpu(card)
     settings = models.config(model, num_labels) if isinstance(model, str) else model
     sizes = dict(accumulate=accumulate, checkpointing=checkpointing, freeze_layers=freeze_layers, lora=lora)
     names = {"precision": precision, "device": device} | ({} if callable(optimizer) else {"optimizer": optimizer})
+    if not isinstance(settings, PretrainedConfig) and not callable(settings):
+        raise ValueError(f"model was {model!r}; accepted: a name, a configuration, or a function that returns a module")
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        raise ValueError(f"limit was {limit!r}; accepted: bytes, 1 or more")
     _check(settings, sizes | ({"batch": batch, "length": length} if inputs is None else {}), names, lora)
     if step is not None and (accumulate > 1 or PRECISIONS[precision] is not None):
         raise ValueError("accumulate and precision say what the built step does; a step of your own does it itself")
@@ -238,8 +245,8 @@ def _own_overrides():
 def _check(settings, sizes, names, lora):
     for name, value in sizes.items():
         least = 0 if name in ("checkpointing", "freeze_layers", "lora") else 1
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} was {value!r}; accepted: a whole number, {least} or more")
+        if not isinstance(value, int) or not least <= value <= MOST:
+            raise ValueError(f"{name} was {value!r}; accepted: a whole number, {least} to {MOST:,}")
     longest = None if callable(settings) else models.positions(settings)
     if longest is not None and sizes.get("length", 0) > longest:
         raise ValueError(f"length was {sizes['length']}; accepted: up to {longest}, the positions this model has")

@@ -87,7 +87,7 @@ def timing(steps: dict[str, Callable[[], object]], rounds: int = 5, warmup: int 
     patience; then all rounds are shown, and the timing is not settled.
     """
     global _patience
-    if rounds < 1 or warmup < 0:
+    if not all(isinstance(count, int) for count in (rounds, warmup)) or rounds < 1 or warmup < 0:
         raise ValueError(f"rounds was {rounds}, warmup {warmup}; accepted: 1 or more, 0 or more")
     for _ in range(warmup):
         for step in steps.values():

@@ -1,0 +1,190 @@
+"""Whatever is given: a right answer, or a clear error that names what was given and what is accepted.
+
+Generated. A few of each in `make test`; 2,000 and more with COURSE_TEST_ALL=1 (make test-all).
+"""
+
+import contextlib
+import io
+import json
+import math
+
+import course
+import predict as predict_command
+import pytest
+import stamp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_forks import EVERY
+
+import platforms
+from tutorial_utils import bounds, data, figures, machine, measure, models, names, predict, times
+
+JUNK = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 2000), st.integers(), st.floats(), st.text(max_size=12),
+    st.binary(max_size=4), st.lists(st.integers(), max_size=2),
+    st.dictionaries(st.text(max_size=2), st.integers(), max_size=1),
+)  # fmt: skip
+ran = []  # a name for each case
+
+
+def cases(count: int):
+    """So many cases; a tenth of them without COURSE_TEST_ALL."""
+    quick = settings(max_examples=count if EVERY else max(10, count // 10), deadline=None, database=None,
+                     derandomize=not EVERY, suppress_health_check=list(HealthCheck))  # fmt: skip
+    return quick
+
+
+def clear(name: str, call, *values):
+    """The call's answer, or None after an error that names one of the values given and says what is accepted."""
+    ran.append(name)
+    try:
+        return call()
+    except (ValueError, FileNotFoundError) as error:
+        said = str(error)
+        assert "accepted" in said or "has " in said or "give the path" in said, f"what is accepted? {said}"
+        assert any(repr(v) in said or str(v) in said for v in values), f"{values} given, and not named: {said}"
+        assert len(said) < 1500
+        return None
+
+
+@cases(500)
+@given(JUNK | st.sampled_from(["T4", "t4", "6 GiB", "0 GiB", "1e3 GiB", "nan GiB", ". GiB", "Tesla", 2**33]))
+def test_cards(card):
+    found = clear("gpu", lambda: machine.gpu(card), card)
+    if found is not None:
+        assert found.memory > 0 and found.usable < found.memory
+        assert machine.card(card) == found.memory
+
+
+@cases(300)
+@given(JUNK, JUNK, JUNK)
+def test_models(name, labels, attention):
+    named = name if name in models.names() else "tiny"
+    clear("config", lambda: models.config(name, 2), name)
+    settings_ = clear("config", lambda: models.config("tiny", labels), labels)
+    if settings_ is not None:
+        assert settings_.num_labels == labels
+    clear("build", lambda: models.build(named, 2, name), name)
+    if attention is not None:
+        clear("build", lambda: models.build("tiny", 2, attention=attention), attention)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return data.tokenizer()
+
+
+ROWS = st.lists(st.fixed_dictionaries({"text": st.text(max_size=60) | JUNK, "label": st.integers(0, 3)}), max_size=4)
+
+
+@cases(300)
+@given(rows=ROWS, length=JUNK, size=JUNK, padding=JUNK | st.sampled_from(["longest", "max_length"]))
+def test_rows_and_loaders(tokenizer, rows, length, size, padding):
+    texts = [row["text"] for row in rows]
+    encoded = clear("encode", lambda: data.encode(rows, tokenizer, length), length, *texts, "row")
+    if encoded is not None:
+        assert len(encoded) == len(rows)
+        assert all(len(row["input_ids"]) <= (length or 512) for row in encoded)
+    loader = clear("loader", lambda: data.loader(rows, tokenizer, size, length, padding), length, size, padding, "row")
+    if loader is not None and rows and encoded is not None:
+        assert sum(len(batch["labels"]) for batch in loader) == len(rows)
+
+
+@cases(150)
+@given(JUNK | st.sampled_from(["docstring", "hub:", "a.csv", "x/y.csv"]), JUNK, JUNK)
+def test_sources(source, text, label):
+    if source != "docstrings" and not str(source).startswith("hub:"):
+        clear("load", lambda: data.load(source, text, label), source)
+
+
+@cases(150)
+@given(st.lists(st.lists(st.text(max_size=8), max_size=3), max_size=5), st.binary(max_size=30), st.text(max_size=5))
+def test_csv_files(tmp_path_factory, rows, raw, column):
+    import csv
+
+    path = tmp_path_factory.mktemp("csv") / "reviews.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(rows)
+    corpus = clear("load csv", lambda: data.load(str(path), column, "label"), "reviews.csv")
+    assert corpus is None or len(corpus.train) + len(corpus.test) > 1
+    path.write_bytes(raw)
+    clear("load csv", lambda: data.load(str(path), column, "label"), "reviews.csv")
+
+
+COUNTS = ("batch", "length", "accumulate", "checkpointing", "freeze_layers", "lora", "num_labels", "limit")
+CHOICES = ("optimizer", "precision", "attention", "device", "card", "model")
+
+
+@cases(300)
+@given(st.sampled_from((*COUNTS, *CHOICES)), JUNK)
+def test_predictions(name, value):
+    arguments = {"model": "tiny", "batch": 2, "length": 8}
+    if name == "limit" and isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return  # a limit on memory: passing it is out of memory, and right
+    answer = clear("step_memory", lambda: predict.step_memory(**arguments | {name: value}), value)
+    assert answer is None or answer.peak > 0
+
+
+@cases(150)
+@given(JUNK, JUNK)
+def test_rounds(rounds, warmup):
+    if isinstance(rounds, int) and rounds > 5 or isinstance(warmup, int) and warmup > 5:
+        return
+    answer = clear("timing", lambda: measure.timing({"a": lambda: None}, rounds, warmup), rounds, warmup)
+    assert answer is None or len(answer.rounds["a"]) >= rounds
+
+
+@cases(100)
+@given(JUNK)
+def test_checkpoints(every):
+    model = models.build("tiny")
+    clear("checkpoint_layers", lambda: names.checkpoint_layers(model, every), every)
+
+
+@cases(150)
+@given(
+    st.text(max_size=40)
+    | st.recursive(JUNK.filter(lambda v: not isinstance(v, bytes)), st.lists).map(lambda v: json.dumps(v, default=str))
+    | st.sampled_from(['{"machine": 1, "lessons": {"a": 1}}', '{"machine": {}, "lessons": []}'])
+)
+def test_recordings(tmp_path_factory, text):
+    path = tmp_path_factory.mktemp("bounds") / "cpu.json"
+    path.write_text(text, encoding="utf-8", errors="replace")
+    clear("bounds.load", lambda: bounds.load(path), "cpu.json")
+
+
+@cases(150)
+@given(st.floats(allow_nan=False, allow_infinity=False), st.floats(allow_nan=False), st.booleans())
+def test_arithmetic_of_figures(first, second, settled):
+    ran.append("Figure")
+    with contextlib.suppress(ZeroDivisionError, OverflowError):
+        made = measure.Figure(first, settled) / second
+        assert made.settled is settled and (made == first / second or math.isnan(made))
+    assert str(figures.size(first)).endswith(("MiB", "GiB"))
+    assert times._agree([abs(first) + 1] * 3)
+
+
+COMMANDS = {"course": course.main, "platforms": platforms.main, "predict": predict_command.main, "stamp": stamp.main}
+WORDS = st.lists(st.text(max_size=6).filter(lambda word: "check" not in word)
+                 | st.sampled_from(["run", "lesson", "record", "--only", "77", "--batch", "-1", "--model", "--card"]),
+                 min_size=1, max_size=4)  # fmt: skip
+
+
+@cases(250)
+@given(st.sampled_from(sorted(COMMANDS)), WORDS)
+def test_commands(command, words):
+    """None of these is a right call; each ends with usage and one line of error, before any work."""
+    if command == "course" and words[0] in ("run", "record") and len(words) == 1:
+        return
+    said = io.StringIO()
+    ran.append(command)
+    quiet = contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO())
+    with quiet[0], quiet[1], pytest.raises(SystemExit) as ended:
+        COMMANDS[command](words)
+    if ended.value.code:
+        assert ended.value.code == 2 and "error: " in said.getvalue() and "Traceback" not in said.getvalue()
+
+
+def test_there_were_enough():
+    if EVERY:
+        assert len(ran) >= 2000, f"{len(ran)} cases"

@@ -1,0 +1,284 @@
+"""What goes wrong on readers' machines, done for real: a lesson finishes, or one line says what to do.
+
+A lesson in small each; with COURSE_TEST_ALL=1 (make test-all) a whole one.
+"""
+
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import course
+import nbformat
+import pytest
+import torch
+from test_forks import EVERY, without_network
+
+from notebooks import LESSONS, ROOT, lesson, run, source
+from tutorial_utils import measure, models, predict
+
+SMALL = """
+from tutorial_utils import machine
+here = machine.start()
+from tutorial_utils import bounds, data, figures, measure, models, predict
+corpus, tokenizer = data.load(), data.tokenizer()
+model = models.build("tiny", len(corpus.labels), "pretrained")
+batch = next(iter(data.loader([corpus.train[i] for i in range(8)], tokenizer, 8, 64)))
+report = measure.memory(lambda: model(**batch).loss.backward(), model, None, batch)
+print(figures.memory_table({"a step × 1": report}))
+predict.step_memory("tiny", 8, 64, card="T4")
+"""
+WHOLE = f"""
+import pathlib, sys
+sys.path.insert(0, {str(ROOT / "scripts")!r})
+import course
+course.run_cells(pathlib.Path({str(LESSONS[1])!r}))
+"""
+PRINT = "\nprint('finished')\n"
+HUB = """
+from tutorial_utils import data, models
+data.load("hub:owner/name")
+models.build("distilbert-base-uncased", 2, "pretrained")
+"""
+unshare = pytest.mark.skipif(not without_network(), reason="this machine allows no namespaces of its own")
+
+
+def take(folder: Path, code=WHOLE if EVERY else SMALL, prefix=(), **variables):
+    """Run a lesson in a folder with a home and a cache of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
+    command = [*prefix, sys.executable, "-c", code + PRINT]
+    return subprocess.run(command, cwd=folder, env=environment | variables, capture_output=True, text=True,
+                          encoding="utf-8", errors="replace", timeout=600)  # fmt: skip
+
+
+def finished(done) -> str:
+    """What it said. It must have finished, and said nothing of a traceback."""
+    assert done.returncode == 0 and "finished" in done.stdout, done.stdout[-1000:] + done.stderr[-3000:]
+    assert "Traceback" not in done.stdout + done.stderr
+    return done.stdout
+
+
+@unshare
+def test_no_network(tmp_path):
+    said = finished(take(tmp_path, HUB, prefix=without_network()))
+    assert said.count("the hub cannot be reached") == 2
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """A hub that is there and does not work."""
+
+    def do_GET(self):
+        if self.server.fault == "errs":
+            self.send_error(503)
+        elif self.server.fault == "is slow":
+            time.sleep(60)
+        else:
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", "100000")
+            self.end_headers()
+            self.wfile.write(b'{"id": "a"')
+            self.wfile.flush()
+            self.connection.close()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("fault", ["errs", "is slow", "breaks off"])
+def test_a_hub_that(fault, tmp_path):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.fault, server.daemon_threads = fault, True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    started = time.monotonic()
+    said = finished(take(tmp_path, HUB, HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}", HF_HOME=str(tmp_path)))
+    assert said.count("the hub cannot be reached") == 2
+    assert time.monotonic() - started < 90, "a hub that does not answer must not hold up a lesson"
+    server.shutdown()
+
+
+def test_a_cache_that_is_half_written(tmp_path):
+    finished(take(tmp_path, SMALL))
+    for name in ("*.arrow", "state.json"):
+        for file in (tmp_path / "cache").rglob(name):
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 3])
+    assert "The texts in the cache cannot be read" in finished(take(tmp_path))
+    assert "cannot be read" not in finished(take(tmp_path, SMALL)), "the cache was not mended"
+
+
+def mounted(folder: Path, options: str) -> list[str]:
+    """A prefix under which a folder is a file system of its own, with these options."""
+    folder.mkdir()
+    return [
+        "unshare",
+        "-m",
+        "sh",
+        "-c",
+        f'mount -t tmpfs -o {options} none "{folder}" && cd "{folder}" && exec "$@"',
+        "sh",
+    ]
+
+
+@unshare
+def test_a_full_disk(tmp_path):
+    said = finished(take(tmp_path, prefix=mounted(tmp_path / "cache", "size=200k")))
+    assert "The texts stay in memory (No space left on device)" in said
+
+
+@unshare
+def test_a_home_and_a_working_folder_that_are_read_only(tmp_path):
+    home = tmp_path / "home"
+    prefix = mounted(home, "ro")
+    said = finished(take(tmp_path, prefix=prefix, HOME=str(home), XDG_CACHE_HOME=str(home / ".cache")))
+    assert "The texts stay in memory (Read-only file system)" in said
+
+
+def test_one_cache_and_two_kernels(tmp_path):
+    results = []
+    both = [threading.Thread(target=lambda: results.append(take(tmp_path, SMALL))) for _ in range(2)]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join()
+    for done in results:
+        finished(done)
+    assert len(list((tmp_path / "cache" / "tutorial_utils").iterdir())) == 1, "something half-made was left"
+
+
+def test_a_kernel_killed_while_it_fills_the_cache(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    process = subprocess.Popen([sys.executable, "-c", SMALL], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+    while process.poll() is None and not any((tmp_path / "cache").rglob("*.arrow")):
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    finished(take(tmp_path))
+
+
+class Interrupt:
+    """Ctrl-C after so many seconds, and again after five: one that comes inside a weak reference's callback is lost."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def __enter__(self):
+        self.before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, self.seconds, 5)
+
+    def __exit__(self, *_):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self.before)
+
+
+REPLACED = {
+    (owner, name): getattr(owner, name)
+    for owner, names in (
+        (torch.nn.functional, ("scaled_dot_product_attention", "dropout", "softmax", "layer_norm", "cross_entropy")),
+        (torch, ("pow",)),
+        (torch.Tensor, ("to", "cuda")),
+        (torch.utils, ("swap_tensors",)),
+        (torch.amp.GradScaler, ("__init__", "_maybe_opt_step")),
+        (torch.amp.autocast_mode.autocast, ("__init__",)),
+    )
+    for name in names
+}
+
+
+@pytest.mark.parametrize("part", [0.05, 0.2, 0.4, 0.6, 0.8, 0.95])
+def test_an_interrupted_prediction_leaves_torch_as_it_was(part):
+    ask = lambda: predict.step_memory("bert-large-uncased", 8, 128, card="T4", precision="fp16", checkpointing=1)  # noqa: E731
+    expected, started = ask().peak, time.perf_counter()
+    ask()
+    seconds = time.perf_counter() - started
+    with pytest.raises(KeyboardInterrupt), Interrupt(part * seconds):
+        while True:  # the machine's speed must not decide whether it is hit
+            ask()
+    for (owner, name), function in REPLACED.items():
+        assert getattr(owner, name) is function, f"{owner.__name__}.{name} was not put back"
+    assert ask().peak == expected
+
+
+@pytest.mark.parametrize("seconds", [0.02, 0.1, 0.3])
+def test_an_interrupted_measurement_measures_the_same_afterwards(seconds):
+    model = models.build("tiny")
+    ids = torch.ones(16, 128, dtype=torch.long)
+
+    def ask():
+        model.zero_grad()
+        return measure.memory(lambda: model(ids).logits.sum().backward(), model, None, [ids]).peak
+
+    ask()
+    expected = ask()
+    with pytest.raises(KeyboardInterrupt), Interrupt(seconds):
+        while True:
+            ask()
+    assert ask() == expected
+    assert not torch.nn.modules.module._global_forward_hooks, "a hook was left"
+
+
+def test_cells_out_of_order_spoil_nothing():
+    """Backwards, each cell that misses a name says which; then in order they hold."""
+    cells, namespace, missing = [source(cell) for cell in lesson("01").needed_for("proof")], {}, 0
+    for code in reversed(cells):
+        try:
+            run(code, namespace)
+        except NameError:
+            missing += 1
+    assert missing, "no cell depends on another: this tests nothing"
+    for code in cells:
+        said = run(code, namespace)
+    assert said and all(line.endswith(": equal") for line in said.splitlines())
+
+
+@pytest.mark.skipif(not EVERY, reason="a whole lesson twice: make test-all")
+@pytest.mark.parametrize("spoiled", ["interrupted", "backwards"])
+def test_run_all_after(spoiled, tmp_path):
+    """In one kernel: a lesson interrupted in each of its longer cells, or run backwards; then Run All."""
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(LESSONS[1], as_version=4)
+    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}, allow_errors=True)
+    with client.setup_kernel(env={**os.environ, "PYTHONPATH": str(ROOT)}):
+        cells = [(number, cell) for number, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
+        for number, cell in reversed(cells) if spoiled == "backwards" else cells:
+            timer = threading.Timer(0.3, client.km.interrupt_kernel)
+            if spoiled == "interrupted" and number > cells[1][0]:
+                timer.start()
+            client.execute_cell(cell, number)
+            timer.cancel()
+        client.allow_errors = False
+        for number, cell in cells:
+            client.execute_cell(cell, number)
+
+
+@pytest.mark.skipif(not EVERY, reason="lesson 14, two minutes: make test-all")
+def test_no_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    result = course.run_lesson(next(path for path in LESSONS if path.stem.startswith("14")))
+    assert result["status"] == "passed", result["reason"]
+
+
+def test_a_path_with_spaces_and_other_letters(tmp_path):
+    folder = tmp_path / "mein Kurs für λ"
+    folder.mkdir()
+    (folder / "tutorial_utils").symlink_to(ROOT / "tutorial_utils")
+    finished(take(folder, PYTHONPATH=str(folder), TMPDIR=str(folder)))
+
+
+def test_a_locale_that_is_not_utf_8(tmp_path):
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    in_a_kernel = "import sys\nsys.stdout.reconfigure(encoding='utf-8')  # as a kernel's is\n"
+    finished(take(tmp_path, in_a_kernel + (WHOLE if EVERY else SMALL), **ascii_only))
+    report = {"name": "01", "status": "passed", "reason": "×", "seconds": 1, "figures": {}, "inside": None}
+    path = f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r})"
+    code = f"{path}; import course; course.say(course.table([{report}]))"
+    assert "01" in finished(take(tmp_path, code, **ascii_only))
+    assert json.loads((ROOT / "tutorial_utils" / "facts" / "bounds" / "cpu.json").read_text(encoding="utf-8"))
