@@ -91,8 +91,10 @@ def _reported(written: dict, result: dict) -> dict:
     from tutorial_utils import bounds
 
     parts = [f"left out: {what} ({package})" for package, what in written["left_out"].items()]
-    if written["not_judged"]:
-        parts.insert(0, f"{bounds.BUSY}: {', '.join(written['not_judged'])}")
+    for verdict in (bounds.UNRECORDED, bounds.BUSY):
+        names = [name for name, given in written["not_judged"].items() if given == verdict]
+        if names:
+            parts.insert(0, f"{verdict}: {', '.join(names)}")
     names = ("figures", "inside", "not_judged")
     return {**{name: written[name] for name in names}, "reason": result["reason"] or "; ".join(parts)}
 

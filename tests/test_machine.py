@@ -26,6 +26,8 @@ def test_this_machine():
 def test_classes_slugs_and_presets():
     machines = (CPU, T4, P100, A100, LAPTOP, SMALL)
     assert [m.backend for m in machines] == ["cpu", "cuda", "cpu", "cuda-bf16", "cuda-bf16", "cuda"]
+    others = dataclasses.replace(CPU, cores=16), dataclasses.replace(CPU, bf16_units=False)
+    assert [m.backend for m in others] == ["cpu-other", "cpu-other"]
     assert [m.slug for m in machines[:3]] == ["cpu", "tesla-t4", "cpu"]
     presets = [machine.preset(m) for m in machines]
     assert [p.model for p in presets] == [

@@ -1,15 +1,17 @@
 """Is the figure where it is expected to be on this machine?
 
 facts/bounds.toml holds, for every figure of every lesson, why it is bounded and the lowest and
-highest value for each backend class. A special case ("cuda-bf16") has those of its class ("cuda")
-unless it has its own. A figure that has none for a class is not expected there, and one that
-`needs` packages only where they are installed. A figure in bytes is bounded more tightly, by
-`tolerance` around a recording of this very machine and these versions
+highest value for each backend class, or an empty list where no such machine was recorded yet. A
+special case ("cuda-bf16") has those of its class ("cuda") unless it has its own; but times of
+"cpu-other" are not judged by those of "cpu". A figure that has none for a class is not expected
+there, and one that `needs` packages only where they are installed. A figure in bytes is bounded more
+tightly, by `tolerance` around a recording of this very machine and these versions
 (facts/bounds/<machine>.json, written by `make record` alone), or without one around the prediction.
 """
 
 import importlib.util
 import json
+import math
 import os
 import tomllib
 from dataclasses import dataclass
@@ -17,9 +19,11 @@ from pathlib import Path
 
 from . import machine
 from .figures import Table, size
+from .times import Figure
 
 FACTS = Path(__file__).parent / "facts"
 BUSY = "not judged: this machine is busy"
+UNRECORDED = "not judged: no machine of this class was recorded"
 _AGAIN = "write it again with `make record`"
 
 
@@ -35,9 +39,13 @@ class Bound:
     why: str
 
     @property
-    def judged(self) -> bool:
-        """Whether the rounds of a time had their processors. Where figures are the point, every figure is judged."""
-        return getattr(self.value, "settled", True) or strict()
+    def verdict(self) -> str:
+        """ "inside", "outside", BUSY or UNRECORDED. Where figures are the point, an unsettled time is outside."""
+        if self.source == UNRECORDED:
+            return UNRECORDED
+        if not getattr(self.value, "settled", True) and not strict():
+            return BUSY
+        return "inside" if self.inside else "outside"
 
     @property
     def inside(self) -> bool:
@@ -64,21 +72,23 @@ class Verdict(Table):
             name = bound.figure.removesuffix("_bytes").replace("_", " ")
             form = size if bound.figure.endswith("_bytes") else "{:.3g}".format
             value, low, high = map(form, (bound.value, bound.low, bound.high))
-            by = bound.source if bound.judged else BUSY
-            rows.append({"figure": name, "value": value, "bound": f"{low} to {high}", "by": by})
+            judged = bound.verdict in ("inside", "outside")
+            limits = "–" if bound.source == UNRECORDED else f"{low} to {high}"
+            by = bound.source if judged else bound.verdict
+            rows.append({"figure": name, "value": value, "bound": limits, "by": by})
         super().__init__(rows)
 
     @property
     def outside(self) -> list[Bound]:
         """Those that were judged and are not inside."""
-        return [bound for bound in self.bounds if bound.judged and not bound.inside]
+        return [bound for bound in self.bounds if bound.verdict == "outside"]
 
     def require(self):
         """Print a verdict for each figure. AssertionError, naming figures and bounds, if one is outside."""
         if self.outside:
             raise AssertionError("; ".join(f"{self.lesson}: {_why_outside(bound)}" for bound in self.outside))
         for bound in self.bounds:
-            print(f"{bound.figure}: {'inside' if bound.judged else BUSY}")
+            print(f"{bound.figure}: {bound.verdict}")
 
 
 def _why_outside(bound: Bound) -> str:
@@ -118,9 +128,9 @@ def _expected(lesson: str, here) -> dict:
     """The bounds that this machine can meet, with its `range`: of its class, and of packages that are installed."""
     expected = {}
     for name, bound in _bounds(lesson).items():
-        limits = bound.get(here.backend) or bound.get(here.backend.partition("-")[0])
+        limits = bound.get(here.backend, bound.get(here.backend.partition("-")[0]))
         installed = all(map(importlib.util.find_spec, bound.get("needs", "").split()))
-        if installed and (limits or name.endswith("_bytes")):
+        if installed and (limits is not None or name.endswith("_bytes")):
             expected[name] = {**bound, "range": limits}
     return expected
 
@@ -183,6 +193,9 @@ def _recorded(lesson: str, here, figures) -> dict[str, float]:
 def _bound(name: str, value: float, expected: dict, backend: str, sources: dict[str, dict]) -> Bound:
     why = expected["why"]
     if not name.endswith("_bytes"):
+        other_times = backend == "cpu-other" and backend not in expected and isinstance(value, Figure)
+        if other_times or not expected["range"]:
+            return Bound(name, value, 0.0, math.inf, UNRECORDED, why)
         return Bound(name, value, *expected["range"], backend, why)
     for source, values in sources.items():
         if name in values:
@@ -200,7 +213,11 @@ def _report(lesson: str, figures: dict, verdict: Verdict | None = None):
     if path := os.environ.get("COURSE_REPORT"):
         judged = {
             "inside": verdict and not verdict.outside,
-            "not_judged": [bound.figure for bound in verdict.bounds if not bound.judged] if verdict else [],
+            "not_judged": {
+                bound.figure: bound.verdict for bound in verdict.bounds if bound.verdict in (BUSY, UNRECORDED)
+            }
+            if verdict
+            else {},
         }
         write(Path(path), {"lesson": lesson, "figures": figures, **judged, "left_out": machine.left_out})
 

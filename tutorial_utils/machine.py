@@ -11,7 +11,7 @@ import sys
 import tempfile
 import tomllib
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,6 +22,7 @@ OLDEST = {"python": "3.11", "torch": "2.10", "transformers": "5.0"}
 NEWEST = {"python": "3.13", "torch": "2.15", "transformers": "5.23"}
 NEEDED = ("datasets", "accelerate", "matplotlib")  # beside torch and transformers, by every lesson
 # peft makes no LoRA layer beside an older torchao, which Kaggle and Colab have. Source: peft's import_utils.py.
+FEW_CORES = 4  # Kaggle's and Colab's, and those of the machines that recorded "cpu"
 OLDEST_TORCHAO = (0, 16)
 ACCELERATORS = (
     "on Kaggle choose GPU T4 x2 under Settings, Accelerator; on Colab a T4 under Runtime, Change runtime type"
@@ -43,12 +44,19 @@ class Machine:
     bf16: bool
     kernels: bool  # whether this build of torch has kernels for this GPU
     versions: dict[str, str]
+    bf16_units: bool = True  # whether it computes bf16 in hardware, which a CPU may only emulate
 
     @property
     def backend(self) -> str:
-        """The class that a bound belongs to: "cpu", "cuda", or their special cases "cpu-fp16" and "cuda-bf16"."""
+        """The class that a bound belongs to: "cpu", "cuda", or their special cases.
+
+        "cpu-fp16" has no bf16 at all, "cuda-bf16" has it. "cpu-other" has more cores than those whose times were
+        recorded, or emulates bf16: the times of "cpu" say nothing about it.
+        """
+        if self.device == "cpu" and not self.bf16:
+            return "cpu-fp16"
         if self.device == "cpu":
-            return "cpu" if self.bf16 else "cpu-fp16"
+            return "cpu" if self.cores <= FEW_CORES and self.bf16_units else "cpu-other"
         return "cuda-bf16" if self.bf16 else "cuda"
 
     @property
@@ -74,12 +82,13 @@ def facts() -> Machine:
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     versions["transformers"] = importlib.metadata.version("transformers")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    units = _cpu_has_bf16()
     if not torch.cuda.is_available():
-        return Machine("CPU", "cpu", _main_memory(), cores, None, True, True, versions)
+        return Machine("CPU", "cpu", _main_memory(), cores, None, True, True, versions, units)
     properties = torch.cuda.get_device_properties(0)
     capability = (properties.major, properties.minor)
     if not _has_kernels(capability, torch.cuda.get_arch_list()):
-        return Machine(properties.name, "cpu", _main_memory(), cores, capability, True, False, versions)
+        return Machine(properties.name, "cpu", _main_memory(), cores, capability, True, False, versions, units)
     bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     return Machine(properties.name, "cuda", properties.total_memory, cores, capability, bf16, True, versions)
 
@@ -310,6 +319,14 @@ def _has_kernels(capability: tuple[int, int], architectures: list[str]) -> bool:
         kind, major, minor = re.match(r"(sm|compute)_(\d+)(\d)", architecture).groups()
         if (int(major), int(minor)) <= capability and (kind == "compute" or int(major) == capability[0]):
             return True
+    return False
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether the processor multiplies bf16 in hardware, as far as Linux tells."""
+    with suppress(OSError):
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split()
+        return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags))
     return False
 
 
