@@ -8,6 +8,8 @@ import sys
 import pytest
 
 from notebooks import ROOT, lessons, printed, source, tags
+from tutorial_utils import bounds
+from tutorial_utils.figures import size
 
 LESSONS = pytest.mark.parametrize("lesson", lessons(), ids=lambda lesson: lesson.name)
 SECTIONS = {
@@ -77,6 +79,19 @@ def test_proof_can_fail(lesson):
     assert "assert " in lesson.source("proof")
     assert lesson.source("check").strip() == "verdict.require()"
     assert "assert " in lesson.source("pitfall"), "a pitfall must be seen to fail"
+
+
+@LESSONS
+def test_outputs_and_recording_are_of_one_run(lesson):
+    recorded = bounds.load(bounds.FACTS / "bounds" / "cpu.json")["lessons"].get(lesson.name)
+    if recorded is None:
+        pytest.skip("not recorded on a CPU yet")
+    shown = printed(lesson.tagged("figures")[0])
+    for name, value in recorded["figures"].items():
+        label = name.removesuffix("_bytes").replace("_", " ")
+        text = size(value) if name.endswith("_bytes") else f"{value:.3g}"
+        row = re.search(rf"^{label}  +(\S+( MiB| GiB)?)  ", shown, re.M)
+        assert row and row[1] == text, f"{name} is recorded as {text}: make record ONLY={lesson.name[:2]}"
 
 
 @LESSONS

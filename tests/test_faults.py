@@ -1,14 +1,15 @@
 """What goes wrong on readers' machines, done for real: a lesson finishes, or one line says what to do.
 
-A lesson in small each; with COURSE_TEST_ALL=1 (make test-all) a whole one.
+A lesson in small each, and of those in a process of its own a third in a run, chosen by the commit. With
+COURSE_TEST_ALL=1 (make test-all) all of them, with a whole lesson.
 """
 
 import http.server
-import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -45,13 +46,22 @@ from tutorial_utils import data, models
 data.load("hub:owner/name")
 models.build("distilbert-base-uncased", 2, "pretrained")
 """
+COMMIT = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def in_turn(number: int):
+    """A third of the tests in a run, chosen by the commit."""
+    return pytest.mark.skipif(not EVERY and int(COMMIT or "0", 16) % 3 != number, reason="the turn of others")
+
+
 unshare = pytest.mark.skipif(not without_network(), reason="this machine allows no namespaces of its own")
 
 
 def take(folder: Path, code=WHOLE if EVERY else SMALL, prefix=(), **variables):
     """Run a lesson in a folder with a home and a cache of its own."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
-    command = [*prefix, sys.executable, "-c", code + PRINT]
+    (script := Path(tempfile.mkdtemp(dir=folder), "lesson.py")).write_text(code + PRINT, encoding="utf-8")
+    command = [*prefix, sys.executable, str(script)]
     return subprocess.run(command, cwd=folder, env=environment | variables, capture_output=True, text=True,
                           encoding="utf-8", errors="replace", timeout=600)  # fmt: skip
 
@@ -64,6 +74,7 @@ def finished(done) -> str:
 
 
 @unshare
+@in_turn(0)
 def test_no_network(tmp_path):
     said = finished(take(tmp_path, HUB, prefix=without_network()))
     assert said.count("the hub cannot be reached") == 2
@@ -92,7 +103,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize("fault", ["errs", "is slow", "breaks off"])
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=in_turn(turn)) for turn, fault in enumerate(["errs", "is slow", "breaks off"])]
+)
 def test_a_hub_that(fault, tmp_path):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.fault, server.daemon_threads = fault, True
@@ -104,6 +117,7 @@ def test_a_hub_that(fault, tmp_path):
     server.shutdown()
 
 
+@in_turn(0)
 def test_a_cache_that_is_half_written(tmp_path):
     finished(take(tmp_path, SMALL))
     for name in ("*.arrow", "state.json"):
@@ -127,12 +141,14 @@ def mounted(folder: Path, options: str) -> list[str]:
 
 
 @unshare
+@in_turn(1)
 def test_a_full_disk(tmp_path):
     said = finished(take(tmp_path, prefix=mounted(tmp_path / "cache", "size=200k")))
     assert "The texts stay in memory (No space left on device)" in said
 
 
 @unshare
+@in_turn(2)
 def test_a_home_and_a_working_folder_that_are_read_only(tmp_path):
     home = tmp_path / "home"
     prefix = mounted(home, "ro")
@@ -140,6 +156,7 @@ def test_a_home_and_a_working_folder_that_are_read_only(tmp_path):
     assert "The texts stay in memory (Read-only file system)" in said
 
 
+@in_turn(1)
 def test_one_cache_and_two_kernels(tmp_path):
     results = []
     both = [threading.Thread(target=lambda: results.append(take(tmp_path, SMALL))) for _ in range(2)]
@@ -152,6 +169,7 @@ def test_one_cache_and_two_kernels(tmp_path):
     assert len(list((tmp_path / "cache" / "tutorial_utils").iterdir())) == 1, "something half-made was left"
 
 
+@in_turn(2)
 def test_a_kernel_killed_while_it_fills_the_cache(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     process = subprocess.Popen([sys.executable, "-c", SMALL], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
@@ -266,6 +284,7 @@ def test_no_compiler(monkeypatch):
     assert result["status"] == "passed", result["reason"]
 
 
+@in_turn(0)
 def test_a_path_with_spaces_and_other_letters(tmp_path):
     folder = tmp_path / "mein Kurs für λ"
     folder.mkdir()
@@ -273,6 +292,7 @@ def test_a_path_with_spaces_and_other_letters(tmp_path):
     finished(take(folder, PYTHONPATH=str(folder), TMPDIR=str(folder)))
 
 
+@in_turn(1)
 def test_a_locale_that_is_not_utf_8(tmp_path):
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     in_a_kernel = "import sys\nsys.stdout.reconfigure(encoding='utf-8')  # as a kernel's is\n"
@@ -281,4 +301,3 @@ def test_a_locale_that_is_not_utf_8(tmp_path):
     path = f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r})"
     code = f"{path}; import course; course.say(course.table([{report}]))"
     assert "01" in finished(take(tmp_path, code, **ascii_only))
-    assert json.loads((ROOT / "tutorial_utils" / "facts" / "bounds" / "cpu.json").read_text(encoding="utf-8"))

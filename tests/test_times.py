@@ -1,7 +1,9 @@
 """A round counts if the process had its processors; what does not settle says so."""
 
-import multiprocessing
+import os
 import statistics
+import subprocess
+import sys
 import time
 
 import pytest
@@ -73,25 +75,19 @@ def test_arithmetic_keeps_whether_a_figure_settled():
     assert (good / 2 + 1).settled and good / 2 + 1 == 2.0 and f"{bad:.1f}" == "4.0"
 
 
-def spin(stop):
-    while not stop.is_set():
-        pass
-
-
-def beside(count):
-    context = multiprocessing.get_context("fork")
-    stop = context.Event()
-    others = [context.Process(target=spin, args=(stop,)) for _ in range(count)]
-    return stop, others
+def test_a_round_is_disturbed_where_others_took_the_processors_it_waited_for():
+    now, quiet = times._Processors, times._Processors(0.0, 0.0, 0.0)
+    assert times._disturbed(quiet, now(1.0, 0.5, 0.5), 1.0)
+    assert not times._disturbed(quiet, now(1.0, 0.01, 0.9), 1.0), "others were there, and took nothing from it"
+    assert not times._disturbed(quiet, now(1.0, 0.5, 0.0), 1.0), "its own threads and children wait for each other"
+    unknown = now(0.0, None, 0.0)  # a system that does not tell who waited
+    assert times._disturbed(unknown, now(1.0, None, 5.0), 1.0)
+    assert not times._disturbed(unknown, now(1.0, None, 0.01), 1.0)
 
 
 @pytest.mark.alone
 def test_a_busy_machine_is_noticed_for_real():
     """Another process on every core: children of this test would be its own, so they are given away."""
-    import os
-    import subprocess
-    import sys
-
     busy = [subprocess.Popen([sys.executable, "-c", "import os\nif os.fork(): os._exit(0)\nimport time\n"
                               "end = time.monotonic() + 12\nwhile time.monotonic() < end: pass"])
             for _ in range(os.cpu_count())]  # fmt: skip
