@@ -51,7 +51,7 @@ def test_importing_adds_little_to_torch_and_transformers():
 
 
 def test_dependencies_point_one_way():
-    order = ["machine", "data", "models", "names", "measure", "predict", "figures", "bounds", "explorer"]
+    order = ["machine", "data", "models", "names", "times", "measure", "predict", "figures", "bounds", "explorer"]
     for path in PACKAGE:
         for imported in re.findall(r"^(?:    )*from \.(\w*) import|^from \. import (.+)$", path.read_text(), re.M):
             for name in filter(None, re.split(r"[ ,]+", " ".join(imported))):
