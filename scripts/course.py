@@ -19,7 +19,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 
@@ -99,18 +101,29 @@ def end(process: subprocess.Popen):
     """Kill a lesson's process, its kernel and whatever that has started."""
     import psutil
 
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     for member in family:
-        try:
+        with suppress(psutil.NoSuchProcess):
             member.kill()
-        except psutil.NoSuchProcess:
-            continue
     process.wait()
-    psutil.wait_procs(family[1:], timeout=3)
+    psutil.wait_procs(family[:-1], timeout=3)
+
+
+def _end_with(runner: int):
+    """Where the runner was killed it could not end its lesson: this process does, and so does the kernel with it."""
+    import psutil
+
+    while os.getppid() == runner:
+        time.sleep(0.5)
+    for member in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    os._exit(1)
 
 
 def execute(path: Path, executed: Path, wrong: Path) -> int:
     """Run a notebook here, in a kernel where jupyter is there; write it with its outputs, or what went wrong."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     if importlib.util.find_spec("nbclient"):
         error = _in_kernel(path, executed)
     else:
