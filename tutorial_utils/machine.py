@@ -131,7 +131,7 @@ def need(package: str, what: str) -> bool:
     hidden = package in sys.modules and sys.modules[package] is None
     if not hidden and (importlib.util.find_spec(package) or _install(package)):
         return True
-    leave_out(package, what, "not installed")
+    leave_out(package, what, "too old, or left out above" if hidden else "not installed")
     return False
 
 

@@ -43,3 +43,11 @@ def trainer_checkpointing() -> str:
 
     known = TrainingArguments.__dataclass_fields__
     return "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
+
+
+def group_by_length() -> dict:
+    """The argument of TrainingArguments that puts texts of like lengths into a batch."""
+    from transformers import TrainingArguments
+
+    newer = "train_sampling_strategy" in TrainingArguments.__dataclass_fields__
+    return {"train_sampling_strategy": "group_by_length"} if newer else {"group_by_length": True}

@@ -18,7 +18,7 @@ COPIED = copied(LESSON)
         ("use_reentrant=False, **options", "use_reentrant=False, preserve_rng_state=False, **options"),
         ("checkpoint(module, *inputs", "checkpoint(module, *[x.detach() for x in inputs]"),
         ("use_reentrant=False, **options", "use_reentrant=True, **options"),
-        ("    enable({", "    (lambda *_, **__: None)({"),
+        ("= number % every_n_layers == 0", "= False"),
         ("return checkpoint(module, *inputs, use_reentrant=False, **options)", "return module(*inputs)"),
     ],
     ids=[

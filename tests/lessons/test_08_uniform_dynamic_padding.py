@@ -39,7 +39,10 @@ def tokens(batches, lengths):
         ("[torch.tensor(order).argsort()]", ""),
         ("[torch.tensor(order).argsort()]", "[torch.tensor(order)]"),
         ("manual_seed(seed)", "manual_seed(0)"),
-        ("[batch.tolist() for batch in batches]", "[batch.tolist() for batch in batches if len(batch) == batch_size]"),
+        (  # of few texts only, or the counts of the whole corpus would notice before the proof
+            "[batch.tolist() for batch in batches]",
+            "[batch.tolist() for batch in batches if len(batch) == batch_size or len(lengths) > 100]",
+        ),
         ("for i in 2 + torch.randperm", "for i in 1 + torch.randperm"),
     ],
     ids=["order not restored", "the order for its inverse", "a fixed seed", "the last batch dropped", "a text twice"],
