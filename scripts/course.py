@@ -1,8 +1,11 @@
 """Run the course.
 
-course.py run [--only 01 …]   every lesson in a fresh kernel; reports/course.json and the executed notebooks
-course.py lesson 01           re-run one lesson in place and stamp its card
-course.py record              run all and write facts/bounds/<machine>.json; needs no jupyter
+course.py run [--only 01 …]     every lesson in a fresh kernel; reports/course.json and the executed notebooks
+course.py lesson 01             re-run one lesson in place and stamp its card
+course.py record [--only 01 …]  run them, times settled, and write facts/bounds/<machine>.json; needs no jupyter.
+                                On a CPU the notebooks' outputs and cards too, of the same run
+
+Ctrl-C ends it: the results so far are written and shown, no kernel is left, exit 130.
 """
 
 import argparse
@@ -11,10 +14,14 @@ import importlib.util
 import json
 import linecache
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 
@@ -29,38 +36,108 @@ def lessons(only: list[str] | None = None) -> list[Path]:
     """The notebooks in order. ValueError for a number that none has."""
     found = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
     for number in only or []:
-        if not any(path.name.startswith(number) for path in found):
+        if not any(path.stem[:2] == number for path in found):
             raise ValueError(f"lesson was {number!r}; accepted: {', '.join(p.stem[:2] for p in found)}")
-    return [path for path in found if not only or any(path.name.startswith(number) for number in only)]
+    return [path for path in found if not only or path.stem[:2] in only]
 
 
-def run_lesson(path: Path, keep: Path | None = None) -> dict:
-    """Run one lesson in a foreign folder: {name, status, reason, seconds, figures, inside}.
+def run_lesson(path: Path, keep: Path | None = None, folder: Path | None = None, python: str = sys.executable) -> dict:
+    """Run one lesson in a process and a folder of its own: its row of course.json.
 
-    keep: where the executed notebook goes, when jupyter is there to execute one.
+    status is "passed", "failed", "skipped" or "interrupted"; reason says why, or what was not judged or left out.
+    keep: where the executed notebook goes, when jupyter is there to execute one; not over itself where it failed.
+    folder: where to run, in place of a foreign folder with the course on its path.
     """
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_text(encoding="utf-8"))
     result = {"name": path.stem, "status": "passed", "reason": "", "seconds": 0.0, "figures": {}, "inside": None}
     missing = [name for name in content["metadata"]["course"]["needs"] if not importlib.util.find_spec(name)]
     if missing:
         return {**result, "status": "skipped", "reason": f"needs {', '.join(missing)}"}
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.json")
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "COURSE_REPORT": str(report), "PYTHONPATH": os.pathsep.join(paths)}
-        jupyter = importlib.util.find_spec("nbclient") is not None
-        error = (_in_kernel if jupyter else _in_process)(path, Path(folder), environment, keep)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
+        report, executed, wrong = Path(own, "report.json"), Path(own, "executed.ipynb"), Path(own, "error.txt")
+        environment = {**os.environ, "COURSE_REPORT": str(report)}
+        # Threads that spin while they wait take the processor from whoever has work.
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        if folder is None:
+            paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            environment["PYTHONPATH"] = os.pathsep.join(paths)
+            (folder := Path(own, "foreign")).mkdir()
+        command = [python, str(Path(__file__).resolve()), "execute", str(path.resolve()), str(executed), str(wrong)]
+        # In a session of its own: a Ctrl-C in the terminal comes to the runner alone, which ends the lesson's.
+        process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True)
+        try:
+            process.wait()
+        except KeyboardInterrupt:
+            end(process)
+            result |= {"status": "interrupted", "reason": "interrupted"}
+        else:
+            error = wrong.read_text(encoding="utf-8") if wrong.exists() else ""
+            if error or process.returncode:
+                result |= {"status": "failed", "reason": error or f"died with exit code {process.returncode}"}
         if report.exists():
-            written = json.loads(report.read_text())
-            result |= {"figures": written["figures"], "inside": written["inside"]}
+            result |= _reported(json.loads(report.read_text(encoding="utf-8")), result)
+        if keep and executed.exists() and not (result["status"] != "passed" and keep == path):
+            keep.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = keep.with_suffix(".unfinished")
+            shutil.copyfile(executed, unfinished)
+            unfinished.replace(keep)
     result["seconds"] = round(time.perf_counter() - started, 1)
-    if error:
-        result |= {"status": "failed", "reason": error}
     return result
 
 
-def _in_kernel(path, folder, environment, keep) -> str:
+def _reported(written: dict, result: dict) -> dict:
+    """What a lesson said of itself, with a reason for what it left open."""
+    from tutorial_utils import bounds
+
+    parts = [f"left out: {what} ({package})" for package, what in written["left_out"].items()]
+    if written["not_judged"]:
+        parts.insert(0, f"{bounds.BUSY}: {', '.join(written['not_judged'])}")
+    names = ("figures", "inside", "not_judged")
+    return {**{name: written[name] for name in names}, "reason": result["reason"] or "; ".join(parts)}
+
+
+def end(process: subprocess.Popen):
+    """Kill a lesson's process, its kernel and whatever that has started."""
+    import psutil
+
+    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
+    psutil.wait_procs(family[:-1], timeout=3)
+
+
+def _end_with(runner: int):
+    """Where the runner was killed it could not end its lesson: this process does, and so does the kernel with it."""
+    import psutil
+
+    while os.getppid() == runner:
+        time.sleep(0.5)
+    for member in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    os._exit(1)
+
+
+def execute(path: Path, executed: Path, wrong: Path) -> int:
+    """Run a notebook here, in a kernel where jupyter is there; write it with its outputs, or what went wrong."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    if importlib.util.find_spec("nbclient"):
+        error = _in_kernel(path, executed)
+    else:
+        try:
+            run_cells(path)
+            error = ""
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+    if error:
+        wrong.write_text(error, encoding="utf-8")
+    return bool(error)
+
+
+def _in_kernel(path: Path, executed: Path) -> str:
     import nbformat
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
@@ -77,13 +154,13 @@ def _in_kernel(path, folder, environment, keep) -> str:
         notebook,
         timeout=CELL_TIMEOUT,
         kernel_name="python3",
-        resources={"metadata": {"path": str(folder)}},
+        resources={"metadata": {"path": os.getcwd()}},
         on_cell_execute=progress,
         extra_arguments=["--log-level=ERROR"],
     )
     error = ""
     try:
-        client.execute(env=environment)
+        client.execute(env=dict(os.environ))
     except CellExecutionError as failure:
         error = f"{failure.ename}: {failure.evalue}"
     except Exception as failure:  # a dead kernel or a time-out fails this lesson, not the course
@@ -93,18 +170,8 @@ def _in_kernel(path, folder, environment, keep) -> str:
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times of day: noise in every diff
     notebook.metadata["language_info"] = {"name": "python"}
-    if keep and not (error and keep == path):
-        keep.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = keep.with_suffix(".unfinished")
-        nbformat.write(notebook, unfinished)
-        unfinished.replace(keep)
+    nbformat.write(notebook, executed)
     return error
-
-
-def _in_process(path, folder, environment, keep) -> str:
-    command = [sys.executable, str(Path(__file__).resolve()), "cells", str(path)]
-    done = subprocess.run(command, cwd=folder, env=environment, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
-    return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["died"])[-1]
 
 
 def run_cells(path: Path):
@@ -113,7 +180,7 @@ def run_cells(path: Path):
     A cell that lacks an optional package is left out, and so are those of its section that then miss its names.
     """
     namespace, left_out = {"__name__": "__main__"}, set()
-    for number, cell in enumerate(json.loads(path.read_text())["cells"]):
+    for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
         if cell["cell_type"] != "code":
             continue
         tags = set(cell["metadata"].get("tags", []))
@@ -133,7 +200,7 @@ def run_cells(path: Path):
 
 
 def machine_facts() -> tuple[dict, str]:
-    """(what reports and recordings say of this machine, its slug)."""
+    """(what reports and recordings say of this machine and its versions, its slug)."""
     from tutorial_utils import machine
 
     here = machine.facts()
@@ -147,15 +214,39 @@ def machine_facts() -> tuple[dict, str]:
     return {"machine": facts, "versions": here.versions, "date": date.today().isoformat()}, here.slug
 
 
-def run(paths: list[Path], keep: bool = True) -> list[dict]:
-    """Run lessons in order; one that fails leaves the others' results."""
+def run(paths: list[Path], keep: bool = True, record: bool = False) -> list[dict]:
+    """Run lessons in order; one that fails leaves the others' results, an interrupt those before it."""
     results = []
     for path in paths:
         print(f"{path.stem} …", flush=True)
-        results.append(run_lesson(path, REPORTS / "executed" / path.name if keep else None))
-        last = results[-1]
+        with tempfile.TemporaryDirectory() as folder:
+            executed = Path(folder, path.name) if record else REPORTS / "executed" / path.name
+            results.append(run_lesson(path, executed if keep else None))
+            last = results[-1]
+            if record and last["status"] == "passed":
+                write_recording(path, last, executed)
         print(f"{path.stem} {last['status']} in {last['seconds']:.0f} s {last['reason'][:500]}".rstrip(), flush=True)
+        if last["status"] == "interrupted":
+            break
     return results
+
+
+def write_recording(path: Path, result: dict, executed: Path):
+    """A lesson's figures with the date and the versions of its run; on a CPU its outputs, of the same run."""
+    from tutorial_utils import bounds
+
+    about, slug = machine_facts()
+    into = bounds.folder() / f"{slug}.json"
+    content = bounds.load(into) if into.exists() else {"lessons": {}}
+    if result["figures"]:
+        of_the_run = {"date": about["date"], "versions": about["versions"]}
+        row = {**of_the_run, "seconds": result["seconds"], "figures": result["figures"]}
+        kept = {**content["lessons"], result["name"]: row}
+        bounds.write(into, {"machine": about["machine"], "lessons": dict(sorted(kept.items()))})
+    if slug == "cpu" and executed.exists():
+        unfinished = path.with_suffix(".unfinished")
+        shutil.copyfile(executed, unfinished)
+        unfinished.replace(path)
 
 
 def table(results: list[dict]) -> str:
@@ -177,7 +268,7 @@ def table(results: list[dict]) -> str:
                     "memory ratio": shown(result["figures"], "memory_ratio", "{:.2f}".format),
                     "time ratio": shown(result["figures"], "time_ratio", "{:.2f}".format),
                     "bounds": verdicts[result["inside"]],
-                    "reason": result["reason"][:120],
+                    "reason": result["reason"][:160],
                 }
                 for result in results
             ]
@@ -191,43 +282,44 @@ def main(given: list[str] | None = None) -> int:
     commands.add_parser("run").add_argument("--only", nargs="+")
     commands.add_parser("lesson").add_argument("number")
     commands.add_parser("record").add_argument("--only", nargs="+")
-    commands.add_parser("cells").add_argument("path", type=Path)
+    execution = commands.add_parser("execute")
+    for name in ("path", "executed", "wrong"):
+        execution.add_argument(name, type=Path)
     arguments = parser.parse_args(given)
-    if arguments.command == "cells":
-        run_cells(arguments.path)
-        return 0
+    if arguments.command == "execute":
+        return execute(arguments.path, arguments.executed, arguments.wrong)
     from tutorial_utils import bounds
 
     try:
         chosen = lessons([arguments.number] if arguments.command == "lesson" else arguments.only)
     except ValueError as error:
         parser.error(str(error))
-    if arguments.command == "record":
-        os.environ["COURSE_RECORDING"] = "1"
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a termination ends it as Ctrl-C does
     if arguments.command == "lesson":
-        result = run_lesson(chosen[0], keep=chosen[0])
-        print(table([result]))
-        import stamp
-
-        stamp.main([])
-        return result["status"] == "failed"
-    results = run(chosen, keep=arguments.command == "run")
+        results = [run_lesson(chosen[0], keep=chosen[0])]
+    else:
+        if recording := arguments.command == "record":
+            os.environ |= {"COURSE_RECORDING": "1", "COURSE_STRICT": "1"}
+        results = run(chosen, record=recording)
     about, slug = machine_facts()
     print("\n" + table(results))
-    failed = any(result["status"] == "failed" for result in results)
     if arguments.command == "run":
         bounds.write(REPORTS / "course.json", {**about, "lessons": results})
         print("\nreports/course.json; the executed notebooks are in reports/executed")
-    elif failed:
-        print("\nA lesson failed: nothing recorded")
-    else:
-        path = bounds.folder() / f"{slug}.json"
-        before = json.loads(path.read_text())["lessons"] if arguments.only and path.exists() else {}
-        now = {r["name"]: {"seconds": r["seconds"], "figures": r["figures"]} for r in results if r["figures"]}
-        bounds.write(path, {**about, "lessons": {**before, **now}})
-        print(f"\nwrote {os.path.relpath(path)}")
-    return failed
+    if arguments.command == "record":
+        recorded = [result["name"] for result in results if result["status"] == "passed" and result["figures"]]
+        where = os.path.relpath(bounds.folder() / f"{slug}.json")
+        print(f"\n{len(recorded)} of {len(chosen)} lessons recorded in {where}")
+    if arguments.command == "lesson" or (arguments.command == "record" and slug == "cpu"):
+        import stamp
+
+        stamp.main([])
+    statuses = {result["status"] for result in results}
+    return 130 if "interrupted" in statuses else int("failed" in statuses)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # between two lessons
+        sys.exit(130)

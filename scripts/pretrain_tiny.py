@@ -135,7 +135,7 @@ def main():
     parser.add_argument("--gain", action="store_true", help="train nothing; measure again what it is worth")
     arguments = parser.parse_args()
     corpus, path = data.load(), data.TINY / "recipe.json"
-    recipe = json.loads(path.read_text()) if arguments.gain else make(corpus, arguments.steps)
+    recipe = json.loads(path.read_text(encoding="utf-8")) if arguments.gain else make(corpus, arguments.steps)
     recipe["test_accuracy_after_fine_tuning"] = gain(corpus, data.tokenizer())
     path.write_text(json.dumps(recipe, indent=2) + "\n")
     print(json.dumps(recipe["test_accuracy_after_fine_tuning"]))

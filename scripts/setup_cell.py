@@ -12,7 +12,8 @@ if importlib.util.find_spec("tutorial_utils") is None:
     here = pathlib.Path.cwd()
     nearby = [place for place in (here, *here.parents) if (place / "tutorial_utils").is_dir()]
     kit = pathlib.Path(os.environ.get("COURSE_KIT", "/kaggle/input"))  # an attached data set
-    wheels = [w for d in ("", "*/", "*/*/", "*/*/*/") for at in (kit, here) for w in at.glob(d + "tutorial_utils-*.whl")]
+    depths = ("", "*/", "*/*/", "*/*/*/")  # not deeper: a competition's data may be a million files
+    wheels = [path for at in (here, kit) for depth in depths for path in at.glob(f"{depth}tutorial_utils-*.whl")]
     if nearby:
         sys.path.insert(0, str(nearby[0]))
     elif wheels or (NETWORK and REPOSITORY):

@@ -29,7 +29,9 @@ PREDICTORS = {
 
 def repository() -> str:
     """For example https://github.com/owner/name, or an empty string."""
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["course"]["repository"].rstrip("/")
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["course"]["repository"].rstrip(
+        "/"
+    )
 
 
 def title(course: dict, name: str, address: str) -> str:
@@ -46,6 +48,11 @@ def title(course: dict, name: str, address: str) -> str:
     return "\n".join(lines)
 
 
+def recorded(name: str) -> list[tuple[dict, dict]]:
+    """(machine, run) of each machine's recording of a lesson."""
+    return [(r["machine"], r["lessons"][name]) for r in bounds.recordings() if name in r["lessons"]]
+
+
 def card(course: dict, name: str) -> str:
     """What you will learn, need to know, and what it takes on each recorded machine."""
     lines = [
@@ -59,17 +66,15 @@ def card(course: dict, name: str) -> str:
         "|---|---|---|---|",
     ]
     rows = [
-        f"| {content['machine']['name']}, {content['machine']['cores']} cores, torch "
-        f"{content['versions']['torch']} ({content['date']}) | {content['lessons'][name]['seconds'] / 60:.1f} "
-        f"| 0 MB | {size(content['lessons'][name]['figures']['baseline_peak_bytes'])} |"
-        for content in bounds.recordings()
-        if name in content["lessons"]
+        f"| {there['name']}, {there['cores']} cores, torch {run['versions']['torch']} ({run['date']}) "
+        f"| {run['seconds'] / 60:.1f} | 0 MB | {size(run['figures']['baseline_peak_bytes'])} |"
+        for there, run in recorded(name)
     ]
     return "\n".join(lines + (rows or ["| none recorded yet | – | 0 MB | – |"]))
 
 
 def setup(address: str) -> str:
-    return SETUP.read_text().strip("\n").replace('REPOSITORY = ""', f'REPOSITORY = "{address}"')
+    return SETUP.read_text(encoding="utf-8").strip("\n").replace('REPOSITORY = ""', f'REPOSITORY = "{address}"')
 
 
 def readme_table(notebooks: dict[str, dict]) -> str:
@@ -77,11 +82,10 @@ def readme_table(notebooks: dict[str, dict]) -> str:
     for name, content in notebooks.items():
         course = content["metadata"]["course"]
         link = f"[{name[:2]} {course['title']}](notebooks/{name}.ipynb)"
-        found = [r for r in bounds.recordings() if name in r["lessons"]]
-        for position, recording in enumerate(found or [None]):
-            figures = recording["lessons"][name]["figures"] if recording else {}
+        for position, (there, run) in enumerate(recorded(name) or [({}, {"figures": {}})]):
+            figures = run["figures"]
             ratios = [f"× {figures[k]:.2f}" if k in figures else "–" for k in ("memory_ratio", "time_ratio")]
-            where = f"{recording['machine']['name']}, {recording['date']}" if recording else "not yet"
+            where = f"{there['name']}, {run['date']}" if there else "not yet"
             first = [link, course["promise"]] if position == 0 else ["", ""]
             lines.append("| " + " | ".join([*first, *ratios, where]) + " |")
     return "\n".join(lines)
@@ -90,21 +94,20 @@ def readme_table(notebooks: dict[str, dict]) -> str:
 def techniques_table(notebooks: dict[str, dict]) -> str:
     """What each technique costs, from the recorded figures, and what it changes, from the lessons themselves."""
     columns = {"memory": "memory_ratio", "time": "time_ratio", "BERT-large, predicted": "bert_large_memory_ratio"}
-    recordings = bounds.recordings()
     lines = [
         "| technique | machine | " + " | ".join(columns) + " | what it changes | where it does not help |",
         "|---|---|" + "---|" * len(columns) + "---|---|",
     ]
     for name, content in notebooks.items():
         course = content["metadata"]["course"]
-        for position, recording in enumerate([r for r in recordings if name in r["lessons"]] or [None]):
-            figures = recording["lessons"][name]["figures"] if recording else {}
+        for position, (there, run) in enumerate(recorded(name) or [({}, {"figures": {}})]):
+            figures = run["figures"]
             if figures and not any("ratio" in figure for figure in figures):
                 break  # a lesson that only looks
             cells = [f"× {figures[figure]:.2f}" if figure in figures else "–" for figure in columns.values()]
             first = [f"[{course['title']}](notebooks/{name}.ipynb)"] if position == 0 else [""]
             last = [course["changes"], course["no_help"]] if position == 0 else ["", ""]
-            where = recording["machine"]["name"] if recording else "not yet"
+            where = there["name"] if there else "not yet"
             lines.append("| " + " | ".join([*first, where, *cells, *last]) + " |")
     return "\n".join(lines)
 
@@ -182,7 +185,7 @@ def stamped(address: str) -> dict[Path, str]:
     """The text that each generated file should have."""
     texts, notebooks = {}, {}
     for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")):
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
         course = content["metadata"]["course"]
         for cell in content["cells"]:
             tags = cell["metadata"].get("tags", [])
@@ -197,16 +200,18 @@ def stamped(address: str) -> dict[Path, str]:
         texts[path] = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     recording = ROOT / "notebooks" / "record_on_your_gpu.ipynb"
     texts[recording] = re.sub(
-        r'REPOSITORY = \\".*?\\"', lambda _: f'REPOSITORY = \\"{address}\\"', recording.read_text()
+        r'REPOSITORY = \\".*?\\"', lambda _: f'REPOSITORY = \\"{address}\\"', recording.read_text(encoding="utf-8")
     )
     readme = ROOT / "README.md"
-    texts[readme] = between(readme.read_text(), "lessons", readme_table(notebooks))
+    texts[readme] = between(readme.read_text(encoding="utf-8"), "lessons", readme_table(notebooks))
     texts[readme] = between(texts[readme], "techniques", techniques_table(notebooks))
     for path, name, table in ((COMPARED, "predictors", predictors_table), (DECISIONS, "decisions", decisions_table)):
         if path.exists():  # else what was found elsewhere stays
-            texts[readme] = between(texts[readme], name, table(json.loads(path.read_text())))
+            texts[readme] = between(texts[readme], name, table(json.loads(path.read_text(encoding="utf-8"))))
     own = {COMPARED.name, DECISIONS.name}
-    recordings = [json.loads(p.read_text()) for p in sorted(COMPARED.parent.glob("*.json")) if p.name not in own]
+    recordings = [
+        json.loads(p.read_text(encoding="utf-8")) for p in sorted(COMPARED.parent.glob("*.json")) if p.name not in own
+    ]
     texts[readme] = between(texts[readme], "predictions", predictions_table(recordings))
     return texts
 
@@ -215,12 +220,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args(arguments).check
-    stale = [(path, text) for path, text in stamped(repository()).items() if path.read_text() != text]
+    stale = [(path, text) for path, text in stamped(repository()).items() if path.read_text(encoding="utf-8") != text]
     for path, text in stale:
         print(f"{'stale' if check else 'stamped'}: {path.relative_to(ROOT)}")
         if not check:
             unfinished = path.with_suffix(".unfinished")
-            unfinished.write_text(text)
+            unfinished.write_text(text, encoding="utf-8")
             unfinished.replace(path)
     return bool(stale and check)
 

@@ -7,7 +7,7 @@ import tomllib
 import pytest
 
 from notebooks import lessons
-from tutorial_utils import bounds, machine
+from tutorial_utils import bounds, machine, measure
 
 LESSON = "01_gradient_accumulation"
 FIGURES = {
@@ -32,9 +32,9 @@ def recording(tmp_path, monkeypatch):
             path,
             {
                 "machine": {},
-                "versions": here.versions,
-                "date": "2026-01-01",
-                "lessons": {LESSON: {"seconds": 1, "figures": figures}},
+                "lessons": {
+                    LESSON: {"date": "2026-01-01", "versions": here.versions, "seconds": 1, "figures": figures}
+                },
             },
         )
         return path
@@ -63,6 +63,35 @@ def test_a_ratio_outside_its_class_is_red(recording):
         bounds.compare(LESSON, FIGURES | {"memory_ratio": 0.9}, PREDICTED).require()
 
 
+def test_a_busy_machine_is_not_judged_unless_figures_are_the_point(recording, capsys, monkeypatch, tmp_path):
+    recording()
+    monkeypatch.delenv("COURSE_STRICT", raising=False)
+    monkeypatch.setenv("COURSE_REPORT", str(tmp_path / "report"))
+    busy = FIGURES | {"time_ratio": measure.Figure(100.0, settled=False)}
+    verdict = bounds.compare(LESSON, busy, PREDICTED)
+    verdict.require()
+    assert "time_ratio: not judged: this machine is busy" in capsys.readouterr().out.splitlines()
+    assert bounds.BUSY in str(verdict)
+    report = json.loads((tmp_path / "report").read_text())
+    assert report["not_judged"] == ["time_ratio"] and report["inside"] is True
+    settled = FIGURES | {"time_ratio": measure.Figure(100.0)}
+    with pytest.raises(AssertionError, match="time_ratio is 100, outside"):
+        bounds.compare(LESSON, settled, PREDICTED).require()
+    monkeypatch.setenv("COURSE_STRICT", "1")
+    with pytest.raises(AssertionError, match="time_ratio did not settle .*does nothing else"):
+        bounds.compare(LESSON, busy, PREDICTED).require()
+
+
+def test_a_run_that_is_recorded_is_judged_by_the_prediction_and_shown_as_recorded(recording, monkeypatch):
+    recording(baseline_peak_bytes=1.0)
+    monkeypatch.setenv("COURSE_RECORDING", "1")
+    verdict = bounds.compare(LESSON, FIGURES, PREDICTED)
+    verdict.require()
+    assert {b.source for b in verdict.bounds if b.figure.endswith("_bytes")} == {"recorded"}
+    with pytest.raises(AssertionError, match="baseline_peak_bytes is 1,000, outside 49.* to 51.*predicted"):
+        bounds.compare(LESSON, FIGURES, PREDICTED | {"baseline_peak_bytes": 500.0}).require()
+
+
 def test_without_a_recording_bytes_are_bounded_by_the_prediction(tmp_path, monkeypatch):
     monkeypatch.setenv("COURSE_BOUNDS", str(tmp_path))
     verdict = bounds.compare(LESSON, FIGURES, PREDICTED)
@@ -76,7 +105,7 @@ def test_without_a_recording_bytes_are_bounded_by_the_prediction(tmp_path, monke
 def test_a_recording_of_other_versions_does_not_count(recording):
     path = recording(baseline_peak_bytes=1.0)
     content = json.loads(path.read_text())
-    content["versions"]["torch"] = "2.11.0"
+    content["lessons"][LESSON]["versions"]["torch"] = "2.11.0"
     bounds.write(path, content)
     bounds.compare(LESSON, FIGURES, PREDICTED).require()
 
@@ -87,7 +116,11 @@ def test_a_recording_with_a_missing_figure(recording):
         bounds.compare(LESSON, FIGURES, PREDICTED)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ('{"machine": {}}', "has no 'versions'")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "is not JSON"), ('{"machine": {}}', "has no 'lessons'"),
+     ('{"machine": {}, "lessons": {"a": {}}}', "has no 'versions' for a")],
+)  # fmt: skip
 def test_a_broken_bounds_file(recording, text, message):
     recording().write_text(text)
     with pytest.raises(ValueError, match=message):

@@ -2,10 +2,16 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
 import tomllib
+from pathlib import Path
 
 import course
 import nbformat
+import psutil
 import pytest
 
 from tutorial_utils import bounds, machine
@@ -75,8 +81,8 @@ def test_all_passed_is_green_and_one_lesson_can_be_chosen(small_course, monkeypa
 
 def test_a_bounds_file_with_one_wrong_figure_turns_the_run_red(small_course, monkeypatch, capsys):
     here = machine.facts()
-    content = {"machine": {}, "versions": here.versions, "date": "2026-01-01", "lessons": {
-        "00_memory_anatomy": {"seconds": 1, "figures": FIGURES}}}  # fmt: skip
+    of_the_run = {"date": "2026-01-01", "versions": here.versions, "seconds": 1}
+    content = {"machine": {}, "lessons": {"00_memory_anatomy": {**of_the_run, "figures": FIGURES}}}
     path = small_course / "bounds" / f"{here.slug}.json"
     bounds.write(path, content)
     assert not run(monkeypatch, "run", "--only", "03")
@@ -91,22 +97,75 @@ def test_a_bounds_file_with_one_wrong_figure_turns_the_run_red(small_course, mon
 
 @pytest.mark.parametrize("jupyter", [True, False], ids=["jupyter", "no jupyter"])
 def test_recording(small_course, monkeypatch, jupyter):
+    """What passed is recorded with its own date and versions, and its outputs are of the same run."""
     recorded = small_course / "bounds"
-    recorded.mkdir()
-    monkeypatch.setenv("PYTHONPATH", str(course.Path(course.__file__).resolve().parents[1]))
-    if not jupyter:
-        find = course.importlib.util.find_spec
-        monkeypatch.setattr(course.importlib.util, "find_spec", lambda n, *a: None if n == "nbclient" else find(n, *a))
-    assert run(monkeypatch, "record"), "a failed lesson must leave nothing recorded"
-    assert not list(recorded.iterdir())
-    monkeypatch.delenv("COURSE_RECORDING")
-    (small_course / "notebooks" / "01_fails.ipynb").unlink()
-    assert not run(monkeypatch, "record")
-    monkeypatch.delenv("COURSE_RECORDING")
+    if not jupyter:  # the lesson's process then finds none
+        (small_course / "sitecustomize.py").write_text(
+            "import importlib.util as util\nfind = util.find_spec\n"
+            "util.find_spec = lambda name, *package: None if name == 'nbclient' else find(name, *package)\n"
+        )
+    paths = [str(course.Path(course.__file__).resolve().parents[1]), str(small_course)]
+    monkeypatch.setenv("PYTHONPATH", course.os.pathsep.join(paths))
+    monkeypatch.setattr(course.os, "environ", dict(course.os.environ))
+    monkeypatch.setattr("stamp.main", lambda arguments: 0)
+    measures, fails = (small_course / "notebooks" / f"{name}.ipynb" for name in ("03_measures", "01_fails"))
+    before = fails.read_text()
+    bounds.write(recorded / f"{machine.facts().slug}.json", {"machine": {}, "lessons": {
+        "04_other": {"date": "2026-01-01", "versions": {"torch": "1"}, "seconds": 1, "figures": {}}}})  # fmt: skip
+    assert run(monkeypatch, "record") == 1, "a lesson failed"
     content = bounds.load(recorded / f"{machine.facts().slug}.json")
-    assert content["lessons"].keys() == {"03_measures"}
-    assert content["lessons"]["03_measures"]["figures"] == FIGURES
-    assert content["machine"]["name"] and content["versions"]["torch"] and content["date"]
+    assert content["lessons"].keys() == {"03_measures", "04_other"}
+    assert content["lessons"]["04_other"]["versions"] == {"torch": "1"}, "another lesson's recording was restamped"
+    row = content["lessons"]["03_measures"]
+    assert row["figures"] == FIGURES and row["versions"] == machine.facts().versions and row["date"] > "2026-01-01"
+    assert content["machine"]["name"] and fails.read_text() == before
+    if jupyter and machine.facts().slug == "cpu":
+        assert "baseline_peak_bytes: inside" in measures.read_text(), "the outputs are not of the run"
+
+
+def test_a_run_whose_times_did_not_settle_is_not_recorded(small_course, monkeypatch):
+    unsettled = (
+        COMPARE.replace("bounds.compare(", "bounds.compare(", 1)
+        .replace("verdict =", "from tutorial_utils.times import Figure\nverdict =")
+        .replace(str(FIGURES), str(FIGURES | {"activation_share": "?"}).replace("'?'", "Figure(0.8, settled=False)"))
+    )
+    write(small_course / "notebooks", "03_measures", unsettled, "verdict.require()")
+    monkeypatch.setattr(course.os, "environ", dict(course.os.environ))
+    monkeypatch.setattr("stamp.main", lambda arguments: 0)
+    assert not run(monkeypatch, "run", "--only", "03"), "a busy machine fails nothing"
+    (lesson,) = json.loads((small_course / "reports" / "course.json").read_text())["lessons"]
+    assert lesson["not_judged"] == ["activation_share"] and "this machine is busy" in lesson["reason"]
+    assert run(monkeypatch, "record", "--only", "03") == 1
+    assert not (small_course / "bounds").exists()
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "termination"])
+def test_an_interrupt_ends_the_course(small_course, how):
+    """Within five seconds, with the results so far, without a traceback, and without a kernel left."""
+    write(small_course / "notebooks", "02_long", "import os, time\nprint(os.getpid())\ntime.sleep(100)")
+    (small_course / "notebooks" / "02_skipped.ipynb").unlink()
+    script = f"import course, pathlib, sys; course.NOTEBOOKS = pathlib.Path({str(small_course / 'notebooks')!r}); "
+    script += f"course.REPORTS = pathlib.Path({str(small_course / 'reports')!r}); sys.exit(course.main(['run']))"
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=Path(course.__file__).parent,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    while "02_long" not in process.stdout.readline():
+        pass
+    family, deadline = [], time.monotonic() + 60
+    while len(family) < 2 and time.monotonic() < deadline:  # the lesson's process and its kernel
+        family = psutil.Process(process.pid).children(recursive=True)
+        time.sleep(0.2)
+    time.sleep(1)
+    started = time.monotonic()
+    process.send_signal(how)
+    out, err = process.communicate(timeout=30)
+    assert time.monotonic() - started < 5 and process.returncode == 130
+    assert "Traceback" not in out + err
+    statuses = {
+        r["name"]: r["status"] for r in json.loads((small_course / "reports/course.json").read_text())["lessons"]
+    }
+    assert statuses == {"01_fails": "failed", "02_long": "interrupted"}
+    assert re.search(r"02_long +interrupted", out)
+    assert len(family) >= 2 and not any(member.is_running() for member in family), "a kernel was left"
 
 
 def test_without_jupyter_cells_that_lack_a_package_are_left_out(tmp_path, capsys):
@@ -125,6 +184,22 @@ def test_without_jupyter_cells_that_lack_a_package_are_left_out(tmp_path, capsys
         "cell 1 left out: name 'no_such_package' is not defined",
         "2",
     ]
+
+
+def test_a_kernel_does_not_outlive_a_killed_runner(small_course):
+    """Killed, the runner cannot clean up: the kernel itself sees that its parent is gone."""
+    write(small_course / "notebooks", "01_fails", "import time\ntime.sleep(100)")
+    script = f"import course, pathlib; course.NOTEBOOKS = pathlib.Path({str(small_course / 'notebooks')!r}); "
+    command = [sys.executable, "-c", script + "course.main(['run'])"]
+    process = subprocess.Popen(command, cwd=Path(course.__file__).parent, stdout=subprocess.DEVNULL)
+    family, deadline = [], time.monotonic() + 60
+    while len(family) < 2 and time.monotonic() < deadline:
+        family = psutil.Process(process.pid).children(recursive=True)
+        time.sleep(0.2)
+    time.sleep(2)
+    process.kill()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert len(family) >= 2 and not alive, f"left: {alive}"
 
 
 def test_a_lesson_re_run_in_place_is_not_overwritten_by_a_failure(small_course):

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sysconfig
 import venv
+import zipfile
 from pathlib import Path
 
 import course
@@ -135,6 +136,43 @@ def setup_alone(folder: Path) -> Path:
     path = folder / "setup.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), path)
     return path
+
+
+def wheel(folder, name, requires=()):
+    """A wheel of an empty package."""
+    folder.mkdir(parents=True, exist_ok=True)
+    about = f"{name}-1.0.dist-info"
+    needs = "".join(f"Requires-Dist: {one}\n" for one in requires)
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{name}.py", "x = 1\n")
+        archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{needs}")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "")
+
+
+@pytest.mark.parametrize("requires", [["numpy"], ["numpy==0.0.1"]], ids=["suits", "would replace numpy"])
+def test_what_is_missing_comes_from_the_kit_and_replaces_nothing(other_environment, tmp_path, requires):
+    """By pip itself: what the package needs is there already, or it is not had."""
+    python, _ = other_environment
+    wheel(tmp_path / "kit" / "course" / "wheels", "no_such_package", requires)
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import numpy
+from tutorial_utils import machine
+if machine.need("no_such_package", "its cells"):
+    import no_such_package
+print(numpy.__version__, machine.left_out)
+"""
+    clean = {**os.environ, "COURSE_KIT": str(tmp_path / "kit")}
+    done = subprocess.run([python, "-c", code], cwd=tmp_path, env=clean, capture_output=True, text=True)
+    subprocess.run([python, "-m", "pip", "uninstall", "-qy", "no_such_package"], capture_output=True)
+    said, versions = done.stdout.splitlines()
+    import numpy
+
+    assert versions.startswith(numpy.__version__)
+    had = "no_such_package 1.0: installed from the kit"
+    assert said == (had if requires == ["numpy"] else "left out: its cells. no_such_package: not installed")
 
 
 def test_setup_finds_the_course_beside_the_notebook(other_environment, tmp_path):

@@ -1,8 +1,8 @@
 """What a machine can do, also machines that are not here: their facts are imitated."""
 
 import dataclasses
+import os
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -39,7 +39,9 @@ def test_classes_slugs_and_presets():
     assert presets[-1] == machine.preset(CPU)
 
 
-@pytest.mark.parametrize(("here", "words"), [(CPU, "No GPU"), (T4, "No bf16"), (P100, r"no kernels.*sm_60")])
+@pytest.mark.parametrize(
+    ("here", "words"), [(CPU, "No GPU"), (T4, "No bf16"), (P100, r"no kernels.*P100.*sm_60.*Kaggle choose GPU T4 x2")]
+)
 def test_limits_are_said(here, words):
     import re
 
@@ -59,7 +61,7 @@ def test_presets_fit_their_machines():
 @pytest.mark.parametrize(
     ("name", "version", "advice"),
     [
-        ("torch", "2.10.1+cu128", "does not replace its torch"),
+        ("torch", "2.9.1+cu128", "does not replace its torch"),
         ("transformers", "4.57.0", "pip install"),
         ("python", "3.10.4", "newer image"),
     ],
@@ -70,26 +72,53 @@ def test_versions_below_the_range_are_named_with_what_to_do(name, version, advic
     machine._check_versions(machine.OLDEST)
 
 
-def test_missing_packages_are_named_and_not_installed_unasked(monkeypatch, capsys):
-    monkeypatch.setattr(machine, "NEEDED", ("no_such_package", "datasets"))
-    monkeypatch.setattr(machine, "_install", lambda packages: pytest.fail("installed unasked"))
-    machine.start()
-    assert "Not installed: no_such_package." in capsys.readouterr().out
+def test_newer_versions_than_tested_are_one_line(capsys):
+    machine._check_versions(machine.NEWEST)
+    assert capsys.readouterr().out == ""
+    machine._check_versions(CPU.versions | {"torch": "2.99.0+cu140", "transformers": "6.1"})
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "torch 2.99.0+cu140, transformers 6.1" in line and line.endswith("They go on.")
 
 
-def test_an_install_pins_the_torch_that_is_there(monkeypatch):
+@pytest.fixture
+def no_such_package(monkeypatch, tmp_path):
+    """A package that is nowhere, whatever the lessons installed before; and what was left out."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COURSE_KIT", str(tmp_path / "kit"))
+    monkeypatch.setattr(machine, "left_out", {})
+    yield "no_such_package"
+    sys.modules.pop("no_such_package", None)
+
+
+def test_a_missing_package_is_named_and_not_installed_unasked(monkeypatch, capsys, no_such_package):
+    monkeypatch.setattr(machine, "_may_install", False)
+    monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: pytest.fail("installed unasked"))
+    assert machine.need(no_such_package, "its cells") is False
+    assert capsys.readouterr().out == "left out: its cells. no_such_package: not installed\n"
+    assert machine.left_out == {no_such_package: "its cells"}
+    assert machine.need("torch", "everything") and not capsys.readouterr().out
+
+
+def test_an_old_torchao_is_hidden_from_peft(monkeypatch):
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(machine.importlib.metadata, "version", lambda name: "0.16.1")
+    monkeypatch.delitem(sys.modules, "torchao", raising=False)
+    machine._hide_old_torchao()
+    assert "torchao" not in sys.modules
+    monkeypatch.setattr(machine.importlib.metadata, "version", lambda name: "0.10.0+git")
+    machine._hide_old_torchao()
+    assert sys.modules.pop("torchao") is None
+
+
+def test_of_two_gpus_one_is_used_and_the_lesson_says_so(monkeypatch, capsys):
     import torch
 
-    commands = []
-
-    def run(command, check):
-        commands.append((command, Path(command[command.index("--constraint") + 1]).read_text()))
-
-    monkeypatch.setattr(machine.subprocess, "run", run)
-    machine._install(["datasets"])
-    ((command, constraint),) = commands
-    assert command[0] == sys.executable and command[-1] == "datasets"
-    assert constraint == f"torch=={torch.__version__}\n"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(machine, "facts", lambda: T4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    machine.start()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+    assert "2 GPUs are here; a lesson uses the first" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

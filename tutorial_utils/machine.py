@@ -23,7 +23,9 @@ NEWEST = {"python": "3.13", "torch": "2.15", "transformers": "5.23"}
 NEEDED = ("datasets", "accelerate", "matplotlib")  # beside torch and transformers, by every lesson
 # peft makes no LoRA layer beside an older torchao, which Kaggle and Colab have. Source: peft's import_utils.py.
 OLDEST_TORCHAO = (0, 16)
-ACCELERATORS = "on Kaggle choose GPU T4 x2 under Settings, Accelerator; on Colab a T4 under Runtime, Change runtime type"
+ACCELERATORS = (
+    "on Kaggle choose GPU T4 x2 under Settings, Accelerator; on Colab a T4 under Runtime, Change runtime type"
+)
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,8 @@ def limits(here: Machine) -> list[str]:
     if not here.kernels:
         major, minor = here.capability
         lines.append(
-            f"This build of torch has no kernels for the {here.name} (sm_{major}{minor}), so the lessons run on the CPU: "
-            f"{ACCELERATORS}."
+            f"This build of torch has no kernels for this GPU, {here.name} (sm_{major}{minor}), and the lessons run on "
+            f"the CPU: {ACCELERATORS}."
         )
     elif here.device == "cpu":
         lines.append("No GPU: lessons run at a small size, and predict the real sizes.")
@@ -169,7 +171,7 @@ class Gpu:
 @cache
 def gpus() -> dict[str, Gpu]:
     """The cards of facts/gpus.toml, by name."""
-    facts = tomllib.loads((Path(__file__).parent / "facts" / "gpus.toml").read_text())
+    facts = tomllib.loads((Path(__file__).parent / "facts" / "gpus.toml").read_text(encoding="utf-8"))
     return {n: Gpu(n, fact["memory_mib"] * 2**20, tuple(fact["capability"])) for n, fact in facts.items()}
 
 

@@ -8,8 +8,6 @@ import collections
 import gc
 import itertools
 import re
-import statistics
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +16,10 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from .times import Figure, Timing, timing
+
+__all__ = ["Figure", "Memory", "Timing", "Tracker", "memory", "timing"]
 
 MiB, GiB = 2**20, 2**30
 ROLES = ("weights", "gradients", "optimizer state", "inputs", "activations", "temporary")
@@ -287,40 +289,3 @@ class _Block:
     owner: str
     born: int  # the number of the operation
     reference: object = None
-
-
-@dataclass
-class Timing:
-    """Seconds of each round, by name. Rounds were interleaved, so that ratios share the noise."""
-
-    rounds: dict[str, list[float]]
-
-    def median(self, name: str) -> float:
-        """Median seconds of one step."""
-        return statistics.median(self.rounds[name])
-
-    def spread(self, name: str) -> tuple[float, float]:
-        """The fastest and the slowest round, in seconds."""
-        return min(self.rounds[name]), max(self.rounds[name])
-
-    def ratio(self, name: str, to: str) -> float:
-        """Median over the rounds of the seconds of `name` divided by those of `to`."""
-        pairs = zip(self.rounds[name], self.rounds[to])
-        return statistics.median(mine / theirs for mine, theirs in pairs)
-
-
-def timing(steps: dict[str, Callable[[], object]], rounds: int = 5, warmup: int = 1) -> Timing:
-    """Time each step once a round, after `warmup` rounds that do not count. Without tracking."""
-    if rounds < 1 or warmup < 0:
-        raise ValueError(f"rounds was {rounds}, warmup {warmup}; accepted: 1 or more, 0 or more")
-    taken = {name: [] for name in steps}
-    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    for number in range(warmup + rounds):
-        for name, step in steps.items():
-            synchronize()
-            started = time.perf_counter()
-            step()
-            synchronize()
-            if number >= warmup:
-                taken[name].append(time.perf_counter() - started)
-    return Timing(taken)

@@ -16,7 +16,7 @@ NO_CACHE = {"use_cache": False}  # a classifier has none, and with checkpointing
 
 @cache
 def _facts() -> dict:
-    return tomllib.loads((Path(__file__).parent / "facts" / "models.toml").read_text())
+    return tomllib.loads((Path(__file__).parent / "facts" / "models.toml").read_text(encoding="utf-8"))
 
 
 def names() -> list[str]:

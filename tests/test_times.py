@@ -1,0 +1,103 @@
+"""A round counts if the process had its processors; what does not settle says so."""
+
+import multiprocessing
+import statistics
+import time
+
+import pytest
+import torch
+
+from tutorial_utils import measure, times
+
+
+def steps():
+    matrix = torch.rand(400, 400)
+    return {"one": lambda: matrix @ matrix, "three": lambda: [matrix @ matrix for _ in range(3)]}
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    monkeypatch.setattr(times, "_patience", 4.0)
+
+
+def answers(monkeypatch, *disturbed: bool):
+    """Say of each round in turn whether it was disturbed; the last answer stays."""
+    said = list(disturbed)
+    monkeypatch.setattr(times, "_disturbed", lambda *_: said.pop(0) if len(said) > 1 else said[0])
+
+
+def test_a_disturbed_round_is_repeated_and_does_not_count(monkeypatch):
+    slow = iter([0.1, 0.01, 0.01, 0.01])
+    answers(monkeypatch, True, False)
+    taken = measure.timing({"a": lambda: time.sleep(next(slow))}, rounds=3, warmup=0)
+    assert taken.settled and len(taken.rounds["a"]) == 3 and max(taken.rounds["a"]) < 0.1
+
+
+def test_what_does_not_settle_ends_and_says_so(monkeypatch):
+    answers(monkeypatch, True)
+    started = time.monotonic()
+    taken = measure.timing({"a": lambda: time.sleep(0.05)}, rounds=2, warmup=0)
+    assert 0.9 < time.monotonic() - started < 3, "a timing has a quarter of the patience that is left"
+    assert not taken.settled and not taken.median("a").settled and len(taken.rounds["a"]) > 2
+
+
+def test_patience_is_of_the_whole_process(monkeypatch):
+    answers(monkeypatch, True)
+    counts = []
+    for _ in range(12):
+        counts.append(len(measure.timing({"a": lambda: time.sleep(0.05)}, rounds=2, warmup=0).rounds["a"]))
+    assert counts[0] > 10 and counts[-1] <= 4, counts
+
+
+def test_rounds_that_are_far_apart_do_not_settle(monkeypatch):
+    answers(monkeypatch, False)
+    naps = iter([0.01, 0.03, 0.09] * 100)
+    taken = measure.timing({"a": lambda: time.sleep(next(naps))}, rounds=3, warmup=0)
+    assert taken.settled and not taken.median("a").settled
+    assert len(taken.rounds["a"]) > 3, "more rounds were worth a try"
+
+
+def test_arithmetic_keeps_whether_a_figure_settled():
+    good, bad = measure.Figure(2.0), measure.Figure(4.0, settled=False)
+    for made in (
+        1 / bad,
+        bad + 1,
+        1 - bad,
+        2 * bad,
+        bad / good,
+        good * bad,
+        sum([bad, good]),
+        statistics.median([bad, bad]),
+    ):
+        assert not made.settled
+    assert (good / 2 + 1).settled and good / 2 + 1 == 2.0 and f"{bad:.1f}" == "4.0"
+
+
+def spin(stop):
+    while not stop.is_set():
+        pass
+
+
+def beside(count):
+    context = multiprocessing.get_context("fork")
+    stop = context.Event()
+    others = [context.Process(target=spin, args=(stop,)) for _ in range(count)]
+    return stop, others
+
+
+@pytest.mark.alone
+def test_a_busy_machine_is_noticed_for_real():
+    """Another process on every core: children of this test would be its own, so they are given away."""
+    import os
+    import subprocess
+    import sys
+
+    busy = [subprocess.Popen([sys.executable, "-c", "import os\nif os.fork(): os._exit(0)\nimport time\n"
+                              "end = time.monotonic() + 12\nwhile time.monotonic() < end: pass"])
+            for _ in range(os.cpu_count())]  # fmt: skip
+    for process in busy:
+        process.wait()  # the grandchild, whose parent is gone, spins on
+    time.sleep(0.5)
+    work = torch.rand(900, 900)
+    taken = measure.timing({"a": lambda: [work @ work for _ in range(10)]}, rounds=3)
+    assert not taken.settled

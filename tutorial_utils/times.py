@@ -1,0 +1,173 @@
+"""How long did it take, and did it have its processors? `timing` (interleaved medians), `Figure`.
+
+A machine is never quiet. A round counts only if the process had the processors that it asked for.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+# A round counts if the process had this share of the processor time that it asked for, or nobody else was there.
+HAD = 0.95
+AGREE = 0.2  # the rounds' median distance from their median, as a share of it
+PATIENCE = 24.0  # seconds that a process spends on repeating rounds, in all; one timing has a quarter of what is left
+_patience = PATIENCE
+
+
+class Figure(float):
+    """A time, or what was computed from times. settled: whether their rounds had their processors, and agreed.
+
+    Arithmetic keeps it: what is made of an unsettled figure is unsettled.
+    """
+
+    def __new__(cls, value, settled: bool = True):
+        figure = super().__new__(cls, value)
+        figure.settled = settled
+        return figure
+
+
+def _keeping(name):
+    compute = getattr(float, name)
+
+    def operation(self, other):
+        value = compute(self, other)
+        if value is NotImplemented:
+            return value
+        return Figure(value, self.settled and getattr(other, "settled", True))
+
+    return operation
+
+
+for _name in ("add", "sub", "mul", "truediv"):
+    for _side in ("__", "__r"):
+        setattr(Figure, f"{_side}{_name}__", _keeping(f"{_side}{_name}__"))
+
+
+@dataclass
+class Timing:
+    """Seconds of each round that counts, by name. Rounds were interleaved, so that ratios share the noise.
+
+    settled: whether there were as many rounds with their processors as asked for. Figures of one that did not
+    settle, or whose rounds are further apart than AGREE, are not settled either.
+    """
+
+    rounds: dict[str, list[float]]
+    settled: bool = True
+
+    def median(self, name: str) -> Figure:
+        """Median seconds of one step."""
+        return self._figure(self.rounds[name])
+
+    def spread(self, name: str) -> tuple[float, float]:
+        """The fastest and the slowest round, in seconds."""
+        return min(self.rounds[name]), max(self.rounds[name])
+
+    def ratio(self, name: str, to: str) -> Figure:
+        """Median over the rounds of the seconds of `name` divided by those of `to`."""
+        return self._figure([mine / theirs for mine, theirs in zip(self.rounds[name], self.rounds[to])])
+
+    def figure(self, value: float) -> Figure:
+        """Another figure that was taken in these rounds."""
+        return Figure(value, self.settled)
+
+    def _figure(self, values: list[float]) -> Figure:
+        return Figure(statistics.median(values), self.settled and _agree(values))
+
+
+def timing(steps: dict[str, Callable[[], object]], rounds: int = 5, warmup: int = 1) -> Timing:
+    """Time each step once a round, after `warmup` rounds that do not count. Without tracking.
+
+    A round in which the process did not get its processors does not count and is repeated, as long as there is
+    patience; then all rounds are shown, and the timing is not settled.
+    """
+    global _patience
+    if rounds < 1 or warmup < 0:
+        raise ValueError(f"rounds was {rounds}, warmup {warmup}; accepted: 1 or more, 0 or more")
+    for _ in range(warmup):
+        for step in steps.values():
+            _seconds(step)
+    taken, counted, budget = [], [], _patience / 4
+    while True:
+        before, started = _processors(), time.perf_counter()
+        taken.append({name: _seconds(step) for name, step in steps.items()})
+        wall = time.perf_counter() - started
+        if not _disturbed(before, _processors(), wall):
+            counted.append(taken[-1])
+        settled = len(counted) >= rounds
+        if settled and all(_agree([once[name] for once in counted]) for name in steps):
+            break
+        if len(taken) >= rounds:
+            _patience -= wall
+            budget -= wall
+            if budget <= wall:
+                break
+    kept = counted if settled else taken
+    return Timing({name: [once[name] for once in kept] for name in steps}, settled)
+
+
+def _seconds(step) -> float:
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    synchronize()
+    started = time.perf_counter()
+    step()
+    synchronize()
+    return time.perf_counter() - started
+
+
+def _agree(values: list[float]) -> bool:
+    middle = statistics.median(values)
+    return statistics.median(abs(value - middle) for value in values) <= AGREE * middle
+
+
+@dataclass
+class _Processors:
+    """Seconds of processor until now: used by this process, waited for (None where no one tells), used by others."""
+
+    used: float
+    waited: float | None
+    others: float
+
+
+def _processors() -> _Processors:
+    waits = []
+    for task in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError):  # a thread that has ended
+            waits.append(int(task.read_text(encoding="utf-8").split()[1]) / 1e9)
+    used = time.process_time()
+    return _Processors(used, sum(waits) if waits else None, _used_by_all() - used - _used_by_children())
+
+
+def _used_by_all() -> float:
+    try:
+        import psutil
+    except ImportError:
+        return 0.0
+    return sum(getattr(psutil.cpu_times(), kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
+
+
+def _used_by_children() -> float:
+    ended = os.times()
+    used = ended.children_user + ended.children_system
+    with suppress(ImportError):
+        import psutil
+
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                used += sum(child.cpu_times()[:2])
+    return used
+
+
+def _disturbed(before: _Processors, after: _Processors, wall: float) -> bool:
+    """Whether this process waited for processors that others used. Its own threads and children are no others."""
+    used = after.used - before.used
+    if before.waited is None or after.waited is None:
+        # Then the others' use has to tell: they took processors that are not idle for us.
+        return after.others - before.others > (1 - HAD) * max(used, wall) * (os.cpu_count() or 1)
+    waited = max(0.0, after.waited - before.waited)
+    return waited > (1 - HAD) * (used + waited) and after.others - before.others > (1 - HAD) * wall
