@@ -34,12 +34,17 @@ test: .venv/installed
 test-all: test
 	COURSE_TEST_ALL=1 $(PYTEST) tests/test_decide.py tests/test_forks.py tests/test_machines.py
 
-kit: .venv/installed
-	$(BIN)/python scripts/kit.py $(WHEELS)
+# Needs pip and a network, and none of the course's packages.
+kit:
+	$(PYTHON) scripts/kit.py $(WHEELS)
+
+# The lessons and their tests with the versions of Kaggle, Colab or the newest: P=kaggle, colab, newest.
+platform:
+	$(PYTHON) scripts/platforms.py $(P) $(if $(CPU),--cpu) $(if $(ONLY),--only $(ONLY)) $(if $(WITH),--python $(WITH))
 
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -r requirements.txt
 	touch $@
 
-.PHONY: course lesson record record-predictions lab test test-all kit
+.PHONY: course lesson record record-predictions lab test test-all kit platform

@@ -1,13 +1,14 @@
 """Build dist/kit, the folder to attach where there is no network: python scripts/kit.py [PACKAGE …]
 
-It holds the package as a wheel, which a lesson's setup cell finds and installs, and the course
-itself (the lessons, what runs them, the tiny pretrained model), which record_on_your_gpu.ipynb
-finds. Upload it as a Kaggle data set, or name it in COURSE_KIT on a machine of your own.
-Packages that are named, such as transformers or "peft==0.21.2", are downloaded into its folder
-wheels, for Linux on x86_64 and without what they depend on: that would be another torch.
+It holds the package as a wheel, which a lesson's setup cell finds and installs; the course itself
+(the lessons, what runs them, the tiny pretrained model), which record_on_your_gpu.ipynb finds; and in
+its folder wheels what Kaggle and Colab lack, of which a lesson takes what it needs. Upload it as a
+Kaggle data set, or name it in COURSE_KIT on a machine of your own. It needs pip and a network, no more.
+Packages that are named, such as "peft==0.21.2", are added for Linux on x86_64, without what they depend on.
 """
 
 import argparse
+import importlib.metadata
 import shutil
 import subprocess
 import sys
@@ -18,8 +19,21 @@ ROOT = Path(__file__).resolve().parents[1]
 LINUX = [f"--platform=manylinux{glibc}_x86_64" for glibc in ("2014", "_2_17", "_2_24", "_2_28", "_2_34")]
 
 
-def build(target: Path = ROOT / "dist" / "kit", packages: tuple[str, ...] = ()) -> Path:
-    """Make the kit and return its folder. An earlier one is replaced only when the new one is whole."""
+# What the platforms lack, and what that needs and they lack too. deepspeed is source only: its wheel is made here.
+MADE, TAKEN = ("deepspeed",), ("bitsandbytes", "hjson==3.1.0", "ninja==1.13.2")
+
+
+def pinned(package: str) -> str:
+    """The package as requirements.txt pins it."""
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    return next((line for line in lines if line.startswith(f"{package}==")), package)
+
+
+def build(target: Path = ROOT / "dist" / "kit", made: tuple[str, ...] = (), taken: tuple[str, ...] = ()) -> Path:
+    """Make the kit and return its folder. An earlier one is replaced only when the new one is whole.
+
+    made: packages whose wheels are made here; taken: those that are downloaded for Linux on x86_64.
+    """
     with tempfile.TemporaryDirectory() as folder:
         # From a copy: a build in the tree would leave its own folders there, and pick up stale ones.
         source, kit = Path(folder, "source"), Path(folder, "kit")
@@ -28,10 +42,12 @@ def build(target: Path = ROOT / "dist" / "kit", packages: tuple[str, ...] = ()) 
         for name in ("pyproject.toml", "LICENSE"):
             shutil.copy(ROOT / name, source / name)
         pip, quiet = [sys.executable, "-m", "pip"], ["--quiet", "--no-deps"]
-        here = ["--no-build-isolation", "--no-index", "--wheel-dir", str(kit), str(source)]
-        subprocess.run([*pip, "wheel", *quiet, *here], check=True)
-        if packages:
-            there = ["--only-binary=:all:", *LINUX, "--dest", str(kit / "wheels"), *packages]
+        isolated = [] if not _has_setuptools() else ["--no-build-isolation", "--no-index"]
+        subprocess.run([*pip, "wheel", *quiet, *isolated, "--wheel-dir", str(kit), str(source)], check=True)
+        if made:
+            subprocess.run([*pip, "wheel", *quiet, "--wheel-dir", str(kit / "wheels"), *made], check=True)
+        if taken:
+            there = ["--only-binary=:all:", *LINUX, "--dest", str(kit / "wheels"), *taken]
             subprocess.run([*pip, "download", *quiet, *there], check=True)
         for part in ("notebooks", "scripts", "tutorial_utils"):
             shutil.copytree(ROOT / part, kit / "course" / part, ignore=left_out)
@@ -40,9 +56,23 @@ def build(target: Path = ROOT / "dist" / "kit", packages: tuple[str, ...] = ()) 
     return target
 
 
+def whole(target: Path = ROOT / "dist" / "kit", more: tuple[str, ...] = ()) -> Path:
+    """The kit with all that the platforms lack."""
+    return build(target, tuple(map(pinned, MADE)), (*map(pinned, TAKEN), *more))
+
+
+def _has_setuptools() -> bool:
+    try:
+        return int(importlib.metadata.version("setuptools").split(".")[0]) >= 77
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("packages", nargs="*", help="wheels to add, such as transformers")
-    for file in sorted(build(packages=tuple(parser.parse_args().packages)).rglob("*")):
-        if file.is_file():
-            print(f"{file.relative_to(ROOT)}  {file.stat().st_size / 2**20:.2f} MiB")
+    files = [file for file in sorted(whole(more=tuple(parser.parse_args().packages)).rglob("*")) if file.is_file()]
+    for file in files:
+        if file.suffix == ".whl":
+            print(f"{file.relative_to(ROOT)}  {file.stat().st_size / 2**20:.1f} MiB")
+    print(f"dist/kit: {len(files)} files, {sum(file.stat().st_size for file in files) / 2**20:.0f} MiB")

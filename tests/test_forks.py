@@ -117,10 +117,10 @@ def test_the_kit_takes_wheels_along(tmp_path, monkeypatch):
     (wheel,) = kit.build(tmp_path / "index").glob("*.whl")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
-    attached = kit.build(tmp_path / "kit", ("tutorial_utils",))
+    attached = kit.build(tmp_path / "kit", taken=("tutorial_utils",))
     assert [path.name for path in (attached / "wheels").iterdir()] == [wheel.name]
     with pytest.raises(subprocess.CalledProcessError):
-        kit.build(tmp_path / "kit", ("no-such-package",))
+        kit.build(tmp_path / "kit", taken=("no-such-package",))
     assert (attached / "wheels" / wheel.name).exists(), "the earlier kit is gone, and there is no new one"
 
 

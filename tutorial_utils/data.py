@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -119,15 +120,22 @@ def loader(
 def _docstrings() -> Corpus:
     if not importlib.util.find_spec("datasets"):
         print("datasets is not installed: the docstrings are read afresh, as a plain list")
-        return Corpus(*_harvest(), list(LIBRARIES), "docstrings")
+        return _corpus(*_harvest())
     import datasets
 
     key = _hash(" ".join([str(_EDITION), platform.python_version(), *map(version, LIBRARIES[1:])]))[:12]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tutorial_utils"
     folder = cache / f"docstrings-{key}"
-    if not folder.exists():
+    if folder.exists():
+        try:
+            return _corpus(*(datasets.load_from_disk(str(folder / name)) for name in ("train", "test")))
+        except Exception as error:  # of Arrow, of JSON, of the file system: cut off where a disk was full
+            print(f"The texts in the cache cannot be read ({type(error).__name__}): they are made again")
+            shutil.rmtree(folder, ignore_errors=True)
+    else:
         print("Reading the docstrings of the installed libraries: once, about ten seconds")
-        splits = [_dataset(rows, list(LIBRARIES)) for rows in _harvest()]
+    splits = [_dataset(rows, list(LIBRARIES)) for rows in _harvest()]
+    try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as unfinished:
             datasets.disable_progress_bars()
@@ -136,7 +144,12 @@ def _docstrings() -> Corpus:
             datasets.enable_progress_bars()
             with suppress(OSError):  # another process was first
                 Path(unfinished).replace(folder)
-    train, test = (datasets.load_from_disk(str(folder / name)) for name in ("train", "test"))
+    except OSError as error:
+        print(f"The texts stay in memory ({error.strerror}): XDG_CACHE_HOME may name a folder with room, to keep them")
+    return _corpus(*splits)
+
+
+def _corpus(train, test) -> Corpus:
     return Corpus(train, test, list(LIBRARIES), "docstrings")
 
 
@@ -208,8 +221,8 @@ def _hub(name: str, text: str, label: str) -> Corpus:
             for settings in (datasets.config, huggingface_hub.constants) if offline else ():
                 stack.enter_context(patch.object(settings, "HF_HUB_OFFLINE", True))
             splits = datasets.load_dataset(name)
-    except Exception:
-        if not offline:
+    except Exception as error:
+        if not offline and isinstance(error, (FileNotFoundError, ValueError)):  # no such data set, or not one
             raise
         print(f"{name}: the hub cannot be reached and its cache has no copy; using the docstrings")
         return _docstrings()

@@ -220,8 +220,10 @@ def hub_reachable() -> bool:
 
     try:
         HfApi().model_info("google-bert/bert-base-uncased", timeout=5)
-    except Exception as error:
-        return isinstance(error, HfHubHTTPError)  # then it answered, if not to our liking
+    except HfHubHTTPError as error:
+        return error.response.status_code < 500  # then it answered, if not to our liking
+    except Exception:
+        return False
     return True
 
 

@@ -118,7 +118,7 @@ def _pretrained(name: str, settings, attention):
             **NO_CACHE,
         )
     except OSError:
-        if local or not offline:
+        if local:
             raise
         print(f"{name}: the hub cannot be reached and its cache has no copy; using random weights")
     finally:

@@ -1,0 +1,211 @@
+"""Run the lessons and their tests with the versions of a platform: python scripts/platforms.py kaggle
+
+It makes the environment of platforms/kaggle.txt with that platform's Python, then runs every lesson as a fork does: the
+.ipynb alone in a folder, the kit attached, the course nowhere else; then the tests of the copied cells, of measuring
+and of predicting. Prints a table; exit 1 where something failed. Needs pip and a network for the environment and the
+kit, and none of the course's packages.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import kit
+
+ROOT = Path(__file__).resolve().parents[1]
+PLATFORMS, ENVIRONMENTS = ROOT / "platforms", ROOT / ".platforms"
+TESTS = {
+    "copied cells": ["tests/test_copy_cells.py", "tests/lessons"],
+    "measuring": ["tests/test_measure.py", "tests/test_times.py"],
+    "predicting": ["tests/test_predict.py"],
+}
+RUNNERS = ("pytest", "nbclient", "nbformat")  # what runs lessons and tests, where a platform has it not
+PYTORCH_CPU = "https://download.pytorch.org/whl/cpu"
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in PLATFORMS.glob("*.txt"))
+
+
+def pins(name: str) -> Path:
+    """The file of a platform. ValueError for one that has none."""
+    path = PLATFORMS / f"{name}.txt"
+    if not path.exists():
+        raise ValueError(f"platform was {name!r}; accepted: {', '.join(names())}")
+    return path
+
+
+def wanted_python(name: str) -> str:
+    """The platform's Python, such as "3.12", which stands in its file."""
+    return re.search(r"^# python (\d+\.\d+)$", pins(name).read_text(encoding="utf-8"), re.M)[1]
+
+
+def interpreter(version: str, given: str | None = None) -> str:
+    """A Python of this version: the one given, or on the path, or pyenv's, or uv's. ValueError where there is none."""
+    places = [given] if given else [shutil.which(f"python{version}")]
+    if not given:
+        pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+        places += [str(path) for path in sorted(pyenv.glob(f"{version}.*/bin/python"), reverse=True)]
+        if shutil.which("uv"):
+            found = subprocess.run(["uv", "python", "find", version], capture_output=True, text=True)
+            places.append(found.stdout.strip())
+    for place in filter(None, places):
+        code = "import sys; print(*sys.version_info[:2], sep='.')"
+        try:
+            done = subprocess.run([place, "-c", code], capture_output=True, text=True)
+        except OSError:
+            continue
+        if done.stdout.strip() == version:
+            return place
+    raise ValueError(
+        f"no Python {version} {f'at {given}' if given else 'here'}: install it, or name one with --python PATH"
+    )
+
+
+def environment(name: str, given: str | None = None, cpu: bool = False) -> Path:
+    """The python of a platform's environment, made anew where its file changed. ValueError without its Python."""
+    folder = ENVIRONMENTS / name
+    python, made = folder / "bin" / "python", folder / "made_of"
+    digest = hashlib.sha256(pins(name).read_bytes() + str((given, cpu)).encode()).hexdigest()
+    if made.exists() and made.read_text(encoding="utf-8") == digest:
+        return python
+    source = interpreter(wanted_python(name), given)
+    print(f"{name}: making the environment with Python {wanted_python(name)}", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([source, "-m", "venv", str(folder)], check=True)
+    # A constraint of this machine's own would ask for other versions than the file.
+    free = {**os.environ, "PIP_CONSTRAINT": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    index = ["--extra-index-url", PYTORCH_CPU] if cpu else []
+    pip = [str(python), "-m", "pip", "install", "--quiet", *index]
+    subprocess.run([*pip, "-r", str(pins(name))], check=True, env=free)
+    subprocess.run([*pip, "-c", str(pins(name)), *RUNNERS], check=True, env=free)
+    made.write_text(digest, encoding="utf-8")
+    return python
+
+
+def session(python: Path, folder: Path) -> str:
+    """A python with all that the platform has, in which a lesson may install without leaving it to the next one."""
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    known, own = python, folder / "session"
+    subprocess.run([str(python), "-m", "venv", "--without-pip", str(own)], check=True)
+    site, there = (
+        subprocess.run([str(p), "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        for p in (own / "bin" / "python", known)
+    )
+    Path(site, "platform.pth").write_text(there + "\n", encoding="utf-8")
+    return str(own / "bin" / "python")
+
+
+def run_lesson(python: Path, lesson: Path, attached: Path) -> dict:
+    """A lesson's row, run as a fork: the notebook alone, the kit attached, no network asked for."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        fork = Path(folder, "fork")
+        fork.mkdir()
+        notebook = Path(shutil.copy(lesson, fork))
+        code = (
+            "import json, sys; from pathlib import Path; "
+            f"sys.path.insert(0, {str(ROOT / 'scripts')!r}); import course; "
+            f"print(json.dumps(course.run_lesson(Path({str(notebook)!r}), folder=Path({str(fork)!r}))))"
+        )
+        clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "COURSE_BOUNDS")}
+        clean["COURSE_KIT"] = str(attached.parent)
+        started = time.monotonic()
+        command = [session(python, Path(folder)), "-c", code]
+        done = subprocess.run(command, env=clean, stdout=subprocess.PIPE, text=True, cwd=folder)
+        try:
+            return json.loads(done.stdout.splitlines()[-1])
+        except (IndexError, ValueError):
+            seconds = time.monotonic() - started
+            reason = f"the runner died with exit code {done.returncode}"
+            return {"name": lesson.stem, "status": "failed", "seconds": seconds, "inside": None, "reason": reason}
+
+
+def run_tests(python: Path, name: str, paths: list[str]) -> dict:
+    """A row for a group of tests, from pytest's last line."""
+    started = time.monotonic()
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    last = (done.stdout.strip().splitlines() or ["nothing was run"])[-1]
+    status = "failed" if done.returncode else "passed"
+    if done.returncode:
+        print(done.stdout[-6000:], done.stderr[-2000:], sep="\n")
+    return {"name": name, "status": status, "seconds": time.monotonic() - started, "inside": None, "reason": last}
+
+
+def table(rows: list[dict]) -> str:
+    """Name, status, seconds, bounds and reason of each row, in columns."""
+    verdicts = {True: "inside", False: "outside", None: "–"}
+    lines = [["", "status", "seconds", "bounds", "reason"]]
+    for row in rows:
+        lines.append(
+            [row["name"], row["status"], f"{row['seconds']:.0f}", verdicts[row["inside"]], row["reason"][:200]]
+        )
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
+
+
+def renew(name: str, freeze: Path):
+    """Give each package of a platform's file the version that a `pip freeze` has. ValueError where it has none."""
+
+    def key(package):
+        return re.sub(r"[-_.]+", "-", package).lower()
+
+    lines = freeze.read_text(encoding="utf-8").splitlines()
+    versions = {key(line.split("==")[0]): line.split("==")[1].split("+")[0] for line in lines if "==" in line}
+    renewed = []
+    for line in pins(name).read_text(encoding="utf-8").splitlines():
+        if "==" in line and not line.startswith("#"):
+            package = line.split("==")[0]
+            if key(package) not in versions:
+                raise ValueError(f"{freeze.name} has no {package}: take it out of platforms/{name}.txt if it is gone")
+            line = f"{package}=={versions[key(package)]}"
+        renewed.append(line)
+    unfinished = pins(name).with_suffix(".unfinished")
+    unfinished.write_text("\n".join(renewed) + "\n", encoding="utf-8")
+    unfinished.replace(pins(name))
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("platform", nargs="?", help=f"one of {', '.join(names())}")
+    parser.add_argument("--only", nargs="+", help="numbers of lessons, without the tests")
+    parser.add_argument("--python", help="the path of the platform's Python")
+    parser.add_argument("--cpu", action="store_true", help="torch from PyTorch's own index of CPU builds")
+    parser.add_argument("--renew", nargs=2, metavar=("PLATFORM", "FREEZE"), help="take the versions from a pip freeze")
+    arguments = parser.parse_args(given)
+    try:
+        if arguments.renew:
+            renew(arguments.renew[0], Path(arguments.renew[1]))
+            return 0
+        pins(arguments.platform)
+        import course
+
+        lessons = course.lessons(arguments.only)
+        python = environment(arguments.platform, arguments.python, arguments.cpu)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    except subprocess.CalledProcessError:
+        parser.error(f"pip could not install platforms/{arguments.platform}.txt: its reason stands above")
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        attached = kit.whole(Path(folder, "input", "small-gpu-course"))
+        for lesson in lessons:
+            rows.append(run_lesson(python, lesson, attached))
+            print(table(rows[-1:]).splitlines()[1], flush=True)
+        for name, paths in {} if arguments.only else TESTS.items():
+            rows.append(run_tests(python, name, paths))
+            print(table(rows[-1:]).splitlines()[1], flush=True)
+    print(f"\n{arguments.platform}\n{table(rows)}")
+    return int(any(row["status"] == "failed" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
