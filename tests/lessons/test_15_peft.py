@@ -96,7 +96,7 @@ FAMILIES = {
     "roberta-base": ({"num_hidden_layers": 1}, {"classifier"}, 6),
     "deberta-v3-base": ({"num_hidden_layers": 1}, {"pooler", "classifier"}, 6),
     "electra-base": ({"num_hidden_layers": 1, "embedding_size": 64}, {"classifier"}, 6),
-    "modernbert-base": ({"num_hidden_layers": 1}, {"head", "classifier"}, 4),
+    "modernbert-base": ({"num_hidden_layers": 2}, {"head", "classifier"}, 8),  # one of its kinds of layer each
     "gpt2": ({"n_layer": 1, "vocab_size": 50257}, {"score"}, 4),
     "llama-2-7b": ({"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96}, {"score"}, 7),
 }
