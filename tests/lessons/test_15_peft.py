@@ -1,4 +1,5 @@
 import re
+import sys
 import warnings
 
 import pytest
@@ -6,8 +7,8 @@ import torch
 from stranger import Ratings, regressor
 from torch.utils.data import DataLoader
 
-from notebooks import copied, lesson, proof_fails, run, source
-from tutorial_utils import bounds, models, predict
+from notebooks import ROOT, copied, lesson, proof_fails, run, source
+from tutorial_utils import bounds, machine, models, predict
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -95,7 +96,7 @@ FAMILIES = {
     "roberta-base": ({"num_hidden_layers": 1}, {"classifier"}, 6),
     "deberta-v3-base": ({"num_hidden_layers": 1}, {"pooler", "classifier"}, 6),
     "electra-base": ({"num_hidden_layers": 1, "embedding_size": 64}, {"classifier"}, 6),
-    "modernbert-base": ({"num_hidden_layers": 1}, {"head", "classifier"}, 4),
+    "modernbert-base": ({"num_hidden_layers": 2}, {"head", "classifier"}, 8),  # one of its kinds of layer each
     "gpt2": ({"n_layer": 1, "vocab_size": 50257}, {"score"}, 4),
     "llama-2-7b": ({"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96}, {"score"}, 7),
 }
@@ -134,17 +135,25 @@ def cells(*tags):
     return [source(cell) for cell in LESSON.code if set(cell["metadata"].get("tags", [])) & set(tags)]
 
 
-def test_without_peft(monkeypatch):
-    """A machine without peft (imitated): LoRA by hand goes through the proof, and the bounds expect no more."""
-    import importlib.util
+@pytest.fixture
+def put_back(monkeypatch):
+    """What a lesson leaves out is there again for the other tests."""
+    monkeypatch.setattr(machine, "left_out", {})
+    for name in ("peft", "bitsandbytes"):
+        if name in sys.modules:
+            monkeypatch.setitem(sys.modules, name, sys.modules[name])
+        else:
+            monkeypatch.delitem(sys.modules, name, raising=False)
 
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "peft" else found(name, *a))
+
+def test_without_peft(monkeypatch, put_back):
+    """A machine without peft (imitated): LoRA by hand goes through the proof, and the bounds expect no more."""
+    monkeypatch.setitem(sys.modules, "peft", None)
     namespace, said = {}, ""
     with warnings.catch_warnings():
         for cell in LESSON.needed_for("proof"):
             said += run(source(cell), namespace)
-    assert "left out: what needs peft, which is not installed" in said
+    assert "left out: LoRA by the library, and what is measured of it. peft: not installed" in said
     assert namespace["has_peft"] is False and namespace["has_4bit"] is False and said.count(": equal") == 5
     expected = bounds._expected("15_peft", namespace["here"])
     assert "accuracy_ratio" in expected and not {"memory_ratio", "qlora_7b_gb", "bert_large_memory_ratio"} & set(
@@ -152,17 +161,40 @@ def test_without_peft(monkeypatch):
     )
 
 
-def test_bitsandbytes_without_kernels_for_the_gpu(monkeypatch):
+def test_bitsandbytes_without_kernels_for_the_gpu(monkeypatch, put_back):
     """Its trial in a process of its own fails on a GPU (imitated): one line says so, and it counts as not installed."""
     import subprocess
-    import sys
 
-    [cell] = [source(cell) for cell in LESSON.code if "def usable(" in source(cell)]
+    pytest.importorskip("bitsandbytes")
+    [cell] = [source(cell) for cell in LESSON.code if "FOUR_BITS =" in source(cell)]
     failed = subprocess.CompletedProcess([], 1, "", "Traceback\nRuntimeError: no kernel image")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
-    monkeypatch.setitem(sys.modules, "bitsandbytes", sys.modules.get("bitsandbytes"))
     here = type("Here", (), {"device": "cuda"})
-    said = run(cell, namespace := {"here": here})
-    assert "left out: what needs bitsandbytes: RuntimeError: no kernel image" in said
+    said = run(cell, namespace := {"here": here, "machine": machine})
+    assert "left out: the base of 4 bits. bitsandbytes: RuntimeError: no kernel image" in said
     assert namespace["has_peft"] and not namespace["has_4bit"]
-    assert "qlora_7b_gb" not in bounds._expected("15_peft", __import__("tutorial_utils").machine.facts())
+    assert "qlora_7b_gb" not in bounds._expected("15_peft", machine.facts())
+
+
+def test_beside_an_old_torchao(tmp_path):
+    """As on Kaggle and Colab, in a process of its own, where nobody has hidden it: peft makes its adapters."""
+    import subprocess
+
+    script = "\n".join([
+        "import sys, importlib.util, importlib.metadata",
+        f"sys.path[:0] = {[str(tmp_path), *map(str, (ROOT, ROOT / 'tests'))]!r}",
+        LESSON.source("copy"),
+        "from stranger import regressor",
+        "print('adapted', sum('lora_A' in name for name, _ in with_lora(regressor()).named_parameters()))",
+    ])  # fmt: skip
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").write_text("raise RuntimeError('too old for this torch')")
+    (tmp_path / "torchao-0.10.0.dist-info").mkdir()
+    (tmp_path / "torchao-0.10.0.dist-info" / "METADATA").write_text("Name: torchao\nVersion: 0.10.0\n")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "adapted 12" in done.stdout, done.stderr[-1000:]
+    without = script.replace('sys.modules.setdefault("torchao", None)', "pass")
+    assert (
+        "incompatible version of torchao"
+        in subprocess.run([sys.executable, "-c", without], capture_output=True, text=True).stderr
+    )
