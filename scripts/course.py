@@ -95,7 +95,7 @@ def _reported(written: dict, result: dict) -> dict:
         names = [name for name, given in written["not_judged"].items() if given == verdict]
         if names:
             parts.insert(0, f"{verdict}: {', '.join(names)}")
-    names = ("figures", "inside", "not_judged")
+    names = ("figures", "times", "inside", "not_judged")
     return {**{name: written[name] for name in names}, "reason": result["reason"] or "; ".join(parts)}
 
 

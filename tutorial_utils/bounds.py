@@ -219,7 +219,10 @@ def _report(lesson: str, figures: dict, verdict: Verdict | None = None):
             if verdict
             else {},
         }
-        write(Path(path), {"lesson": lesson, "figures": figures, **judged, "left_out": machine.left_out})
+        times = [name for name, value in figures.items() if isinstance(value, Figure)]
+        write(
+            Path(path), {"lesson": lesson, "figures": figures, "times": times, **judged, "left_out": machine.left_out}
+        )
 
 
 def write(path: Path, content: dict):
