@@ -99,10 +99,11 @@ def test_flex_is_refused_with_attention_dropout_alone(capsys):
     before = COPIED["choose_attention"](t5, "eager")
     assert COPIED["choose_attention"](t5, "flex_attention") == before == "eager"
     t5.config.dropout_rate = 0.0
-    assert COPIED["choose_attention"](t5, "flex_attention") == "flex_attention"
+    flex = "flex_attention" if t5._supports_flex_attn else "eager"  # older versions have none for T5
+    assert COPIED["choose_attention"](t5, "flex_attention") == flex
     capsys.readouterr()
-    assert COPIED["choose_attention"](t5, "flash_attention_2") == "flex_attention"
-    assert "has no flash_attention_2: staying with flex_attention" in capsys.readouterr().out
+    assert COPIED["choose_attention"](t5, "flash_attention_2") == flex
+    assert f"has no flash_attention_2: staying with {flex}" in capsys.readouterr().out
 
 
 def cell(start):
