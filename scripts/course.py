@@ -57,8 +57,6 @@ def run_lesson(path: Path, keep: Path | None = None, folder: Path | None = None,
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
         report, executed, wrong = Path(own, "report.json"), Path(own, "executed.ipynb"), Path(own, "error.txt")
         environment = {**os.environ, "COURSE_REPORT": str(report)}
-        # Threads that spin while they wait take the processor from whoever has work.
-        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         if folder is None:
             paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
             environment["PYTHONPATH"] = os.pathsep.join(paths)

@@ -112,6 +112,20 @@ def test_an_old_torchao_is_hidden_from_peft(monkeypatch):
     assert sys.modules.pop("torchao") is None
 
 
+@pytest.mark.parametrize(("percent", "busy"), [(5.0, False), (60.0, True)])
+def test_beside_others_threads_sleep_and_times_are_not_judged(monkeypatch, capsys, percent, busy):
+    import psutil
+
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: percent)
+    monkeypatch.setattr(machine.os, "environ", {"PATH": os.environ["PATH"]})
+    machine._give_way()
+    assert (machine.os.environ.get("OMP_WAIT_POLICY") == "PASSIVE") is busy is ("COURSE_BUSY" in machine.os.environ)
+    assert ("times are shown and not judged" in capsys.readouterr().out) is busy
+    monkeypatch.setattr(machine.os, "environ", {"COURSE_STRICT": "1"})
+    machine._give_way()
+    assert machine.os.environ == {"COURSE_STRICT": "1"}, "where figures are the point, they decide by themselves"
+
+
 def test_of_two_gpus_one_is_used_and_the_lesson_says_so(monkeypatch, capsys):
     import torch
 

@@ -20,6 +20,7 @@ def steps():
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     monkeypatch.setattr(times, "_patience", 4.0)
+    monkeypatch.delenv("COURSE_BUSY", raising=False)
 
 
 def answers(monkeypatch, *disturbed: bool):
@@ -41,6 +42,13 @@ def test_what_does_not_settle_ends_and_says_so(monkeypatch):
     taken = measure.timing({"a": lambda: time.sleep(0.05)}, rounds=2, warmup=0)
     assert 0.9 < time.monotonic() - started < 3, "a timing has a quarter of the patience that is left"
     assert not taken.settled and not taken.median("a").settled and len(taken.rounds["a"]) > 2
+
+
+def test_a_lesson_that_began_on_a_busy_machine_repeats_nothing(monkeypatch):
+    answers(monkeypatch, False)
+    monkeypatch.setenv("COURSE_BUSY", "1")
+    taken = measure.timing({"a": lambda: None}, rounds=3)
+    assert not taken.settled and len(taken.rounds["a"]) == 3
 
 
 def test_patience_is_of_the_whole_process(monkeypatch):

@@ -84,7 +84,8 @@ def timing(steps: dict[str, Callable[[], object]], rounds: int = 5, warmup: int 
     """Time each step once a round, after `warmup` rounds that do not count. Without tracking.
 
     A round in which the process did not get its processors does not count and is repeated, as long as there is
-    patience; then all rounds are shown, and the timing is not settled.
+    patience; then all rounds are shown, and the timing is not settled. None does in a lesson that began on a busy
+    machine (COURSE_BUSY, set by `machine.start`).
     """
     global _patience
     if not all(isinstance(count, int) for count in (rounds, warmup)) or rounds < 1 or warmup < 0:
@@ -92,21 +93,22 @@ def timing(steps: dict[str, Callable[[], object]], rounds: int = 5, warmup: int 
     for _ in range(warmup):
         for step in steps.values():
             _seconds(step)
-    taken, counted, budget = [], [], _patience / 4
+    busy = bool(os.environ.get("COURSE_BUSY"))
+    taken, counted, budget = [], [], 0.0 if busy else _patience / 4
     while True:
         before, started = _processors(), time.perf_counter()
         taken.append({name: _seconds(step) for name, step in steps.items()})
         wall = time.perf_counter() - started
-        if not _disturbed(before, _processors(), wall):
+        if not busy and not _disturbed(before, _processors(), wall):
             counted.append(taken[-1])
         settled = len(counted) >= rounds
         if settled and all(_agree([once[name] for once in counted]) for name in steps):
             break
         if len(taken) >= rounds:
-            _patience -= wall
             budget -= wall
-            if budget <= wall:
+            if budget <= 0:
                 break
+            _patience -= wall
     kept = counted if settled else taken
     return Timing({name: [once[name] for once in kept] for name in steps}, settled)
 
