@@ -18,6 +18,8 @@ HAD = 0.95
 AGREE = 0.2  # the rounds' median distance from their median, as a share of it
 PATIENCE = 24.0  # seconds that a process spends on repeating rounds, in all; one timing has a quarter of what is left
 _patience = PATIENCE
+# The first process of a lesson: those that it starts inherit the name, and none of them is another to the others.
+os.environ.setdefault("COURSE_PROCESS", str(os.getpid()))
 
 
 class Figure(float):
@@ -141,8 +143,7 @@ def _processors() -> _Processors:
     for task in Path("/proc/self/task").glob("*/schedstat"):
         with suppress(OSError):  # a thread that has ended
             waits.append(int(task.read_text(encoding="utf-8").split()[1]) / 1e9)
-    used = time.process_time()
-    return _Processors(used, sum(waits) if waits else None, _used_by_all() - used - _used_by_children())
+    return _Processors(time.process_time(), sum(waits) if waits else None, _used_by_all() - _used_by_the_lesson())
 
 
 def _used_by_all() -> float:
@@ -153,20 +154,23 @@ def _used_by_all() -> float:
     return sum(getattr(psutil.cpu_times(), kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
 
 
-def _used_by_children() -> float:
-    ended = os.times()
-    used = ended.children_user + ended.children_system
+def _used_by_the_lesson() -> float:
+    """Of all of its processes, also those that have ended."""
+    used = 0.0
     with suppress(ImportError):
         import psutil
 
-        for child in psutil.Process().children(recursive=True):
+        first = os.environ["COURSE_PROCESS"]
+        root = psutil.Process(int(first) if psutil.pid_exists(int(first)) else None)
+        for process in [root, *root.children(recursive=True)]:
             with suppress(psutil.Error):
-                used += sum(child.cpu_times()[:2])
+                spent = process.cpu_times()
+                used += spent.user + spent.system + spent.children_user + spent.children_system
     return used
 
 
 def _disturbed(before: _Processors, after: _Processors, wall: float) -> bool:
-    """Whether this process waited for processors that others used. Its own threads and children are no others."""
+    """Whether this process waited for processors that others used. The lesson's own processes are no others."""
     used = after.used - before.used
     if before.waited is None or after.waited is None:
         # Then the others' use has to tell: they took processors that are not idle for us.
