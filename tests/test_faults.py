@@ -181,18 +181,18 @@ def test_a_kernel_killed_while_it_fills_the_cache(tmp_path):
 
 
 class Interrupt:
-    """Ctrl-C after so many seconds, and again after five: one that comes inside a weak reference's callback is lost."""
+    """Ctrl-C after so many seconds."""
 
     def __init__(self, seconds):
-        self.seconds = seconds
+        self.timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
 
     def __enter__(self):
-        self.before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, self.seconds, 5)
+        self.before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.timer.start()
 
     def __exit__(self, *_):
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, self.before)
+        self.timer.cancel()
+        signal.signal(signal.SIGINT, self.before)
 
 
 REPLACED = {

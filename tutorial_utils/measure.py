@@ -8,8 +8,11 @@ import collections
 import gc
 import itertools
 import re
+import signal
+import threading
 import weakref
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -61,7 +64,13 @@ def memory(step: Callable[[], object], model, optimizer=None, inputs=(), card: i
 
     inputs: the batch, or any nesting of tensors. card: a limit on tensor memory in bytes; the operation that
     would pass it raises torch.OutOfMemoryError, as on a card of that size. A compiled model raises ValueError.
+    An interrupt comes when the step is done.
     """
+    with interrupted_later():
+        return _memory(step, model, optimizer, inputs, card)
+
+
+def _memory(step, model, optimizer, inputs, card) -> Memory:
     device = next(model.parameters()).device
     if optimizer is not None and not optimizer.state:
         with Tracker(model, optimizer, inputs, card):
@@ -89,6 +98,22 @@ def memory(step: Callable[[], object], model, optimizer=None, inputs=(), card: i
     report.allocated = after["allocated_bytes.all.peak"]
     report.reserved = after["reserved_bytes.all.peak"]
     return report
+
+
+@contextmanager
+def interrupted_later():
+    """Hold back Ctrl-C until the end: torch's C++ code may abort where the Python that it calls is interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked = []
+    before = signal.signal(signal.SIGINT, lambda *_: asked.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before or signal.default_int_handler)
+    if asked:
+        raise KeyboardInterrupt
 
 
 class Tracker(TorchDispatchMode):
