@@ -41,7 +41,8 @@ def clear(name: str, call, *values):
         return call()
     except (ValueError, FileNotFoundError) as error:
         said = str(error)
-        assert "accepted" in said or "has " in said or "give the path" in said, f"what is accepted? {said}"
+        ways_out = ("accepted", "it has ", "give the path", "write it again")
+        assert any(way in said for way in ways_out), f"what is accepted? {said}"
         assert any(repr(v) in said or str(v) in said for v in values), f"{values} given, and not named: {said}"
         assert len(said) < 1500
         return None

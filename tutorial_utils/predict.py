@@ -113,7 +113,7 @@ def step_memory(
     names = {"precision": precision, "device": device} | ({} if callable(optimizer) else {"optimizer": optimizer})
     if not isinstance(settings, PretrainedConfig) and not callable(settings):
         raise ValueError(f"model was {model!r}; accepted: a name, a configuration, or a function that returns a module")
-    if limit is not None and (not isinstance(limit, int) or limit < 1):
+    if limit is not None and (type(limit) is not int or limit < 1):
         raise ValueError(f"limit was {limit!r}; accepted: bytes, 1 or more")
     _check(settings, sizes | ({"batch": batch, "length": length} if inputs is None else {}), names, lora)
     if step is not None and (accumulate > 1 or PRECISIONS[precision] is not None):
@@ -245,7 +245,7 @@ def _own_overrides():
 def _check(settings, sizes, names, lora):
     for name, value in sizes.items():
         least = 0 if name in ("checkpointing", "freeze_layers", "lora") else 1
-        if not isinstance(value, int) or not least <= value <= MOST:
+        if type(value) is not int or not least <= value <= MOST:
             raise ValueError(f"{name} was {value!r}; accepted: a whole number, {least} to {MOST:,}")
     longest = None if callable(settings) else models.positions(settings)
     if longest is not None and sizes.get("length", 0) > longest:
