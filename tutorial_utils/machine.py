@@ -115,7 +115,7 @@ def start(network: bool = False) -> Machine:
     versions = ", ".join(f"{name} {version}" for name, version in here.versions.items())
     print(f"{here.name}, {here.memory / GiB:.0f} GiB, {here.cores} cores; {versions}", *limits(here), sep="\n")
     if count > 1:
-        print(f"{count} GPUs are here; a lesson uses the first, and says what another would change where it matters.")
+        print(f"{count} GPUs are here; a lesson uses the first.")
     for name in NEEDED:
         need(name, "the cells that use it")
     _quiet(here)
@@ -257,9 +257,8 @@ def _check_versions(versions: dict[str, str]):
 def _give_way():
     """Where others use the processors: let threads sleep while they wait, and say that times are not judged.
 
-    Threads that spin take the processor from whoever has work, this process' own threads too. A step of the tiny model
-    beside one busy process, on two cores: 0.8 s spinning, 0.4 s sleeping, and 1.4 and 0.6 s in 32 pieces; alone
-    0.26 and 0.30 s, 0.4 and 1.0 s. It counts where torch is not imported yet.
+    Threads that spin take the processor from whoever has work, this process' own threads too; alone, those that sleep
+    make small steps slower, so it is no default. It counts where torch is not imported yet.
     """
     if os.environ.get("COURSE_STRICT") or "COURSE_BUSY" in os.environ:
         return
