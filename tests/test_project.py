@@ -56,7 +56,7 @@ def test_code_lines_are_counted():
 
 
 @pytest.mark.alone
-def test_importing_adds_little_to_torch_and_transformers():
+def test_importing_adds_little_to_torch_and_transformers(quiet):
     names = ", ".join(path.stem for path in PACKAGE if path.stem != "__init__")
     code = ("import time, torch, transformers; started = time.perf_counter(); "
             f"from tutorial_utils import {names}; print(time.perf_counter() - started)")  # fmt: skip

@@ -59,6 +59,23 @@ class Memory:
     modules: dict[str, int] = field(default_factory=dict, repr=False)
 
 
+@contextmanager
+def interrupted_later():
+    """Hold back Ctrl-C until the end: where it comes inside Python that C++ calls, torch may abort or swallow it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked = []
+    before = signal.signal(signal.SIGINT, lambda *_: asked.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before or signal.default_int_handler)
+    if asked:
+        raise KeyboardInterrupt
+
+
+@interrupted_later()
 def memory(step: Callable[[], object], model, optimizer=None, inputs=(), card: int | None = None) -> Memory:
     """Measure one run of `step`, after one that does not count where the optimizer has no state yet.
 
@@ -66,11 +83,6 @@ def memory(step: Callable[[], object], model, optimizer=None, inputs=(), card: i
     would pass it raises torch.OutOfMemoryError, as on a card of that size. A compiled model raises ValueError.
     An interrupt comes when the step is done.
     """
-    with interrupted_later():
-        return _memory(step, model, optimizer, inputs, card)
-
-
-def _memory(step, model, optimizer, inputs, card) -> Memory:
     device = next(model.parameters()).device
     if optimizer is not None and not optimizer.state:
         with Tracker(model, optimizer, inputs, card):
@@ -98,22 +110,6 @@ def _memory(step, model, optimizer, inputs, card) -> Memory:
     report.allocated = after["allocated_bytes.all.peak"]
     report.reserved = after["reserved_bytes.all.peak"]
     return report
-
-
-@contextmanager
-def interrupted_later():
-    """Hold back Ctrl-C until the end: torch's C++ code may abort where the Python that it calls is interrupted."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    asked = []
-    before = signal.signal(signal.SIGINT, lambda *_: asked.append(True))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before or signal.default_int_handler)
-    if asked:
-        raise KeyboardInterrupt
 
 
 class Tracker(TorchDispatchMode):

@@ -64,6 +64,7 @@ class Prediction(measure.Memory):
     seconds: float = 0.0
 
 
+@measure.interrupted_later()
 def step_memory(
     model,
     batch: int | None = None,
@@ -120,7 +121,7 @@ def step_memory(
         raise ValueError("accumulate and precision say what the built step does; a step of your own does it itself")
     if not callable(settings):
         models.check_attention(settings, attention)
-    with measure.interrupted_later(), _one_at_a_time, _Shapes() as fake, ExitStack() as stack:
+    with _one_at_a_time, _Shapes() as fake, ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "Accessing the data pointer")  # a copy asks whether there is one
         if gc.isenabled():  # a fifth of the time, for nothing: what dies here dies by its reference count
