@@ -14,6 +14,7 @@ import importlib.util
 import json
 import linecache
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -166,7 +167,7 @@ def _in_kernel(path: Path, executed: Path) -> str:
     try:
         client.execute(env=dict(os.environ))
     except CellExecutionError as failure:
-        error = f"{failure.ename}: {failure.evalue}"
+        error = f"{failure.ename}: {failure.evalue or _failed_line(failure.traceback)}"
     except Exception as failure:  # a dead kernel or a time-out fails this lesson, not the course
         error = f"{type(failure).__name__}: {failure}"
     if sys.stderr.isatty():
@@ -176,6 +177,12 @@ def _in_kernel(path: Path, executed: Path) -> str:
     notebook.metadata["language_info"] = {"name": "python"}
     nbformat.write(notebook, executed)
     return error
+
+
+def _failed_line(traceback: str) -> str:
+    """The line of a cell at which an error without a message came."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", traceback)
+    return (re.findall(r"^-+> *\d+ (.*)", plain, re.M) or [""])[0].strip()
 
 
 def run_cells(path: Path):

@@ -72,6 +72,13 @@ def test_a_failing_lesson_leaves_the_others_results(small_course, monkeypatch, c
     assert re.search(r"03_measures +passed .*1\.0 KiB|03_measures +passed", printed) and "inside" in printed
 
 
+def test_an_error_without_a_message_shows_its_line(small_course, monkeypatch):
+    write(small_course / "notebooks", "01_fails", "here = 1", "here = 2\nassert here == 3")
+    assert run(monkeypatch, "run", "--only", "01")
+    (lesson,) = json.loads((small_course / "reports" / "course.json").read_text())["lessons"]
+    assert lesson["reason"] == "AssertionError: assert here == 3"
+
+
 def test_all_passed_is_green_and_one_lesson_can_be_chosen(small_course, monkeypatch, capsys):
     assert not run(monkeypatch, "run", "--only", "03", "04")
     with pytest.raises(SystemExit):
