@@ -2,8 +2,8 @@
 
 It makes the environment of platforms/kaggle.txt with that platform's Python, then runs every lesson as a fork does: the
 .ipynb alone in a folder, the kit attached, the course nowhere else; then the tests of the copied cells, of measuring
-and of predicting. Prints a table; exit 1 where something failed. Needs pip and a network for the environment and the
-kit, and none of the course's packages.
+and of predicting. Two at a time, since no time is judged here. Prints a table; exit 1 where something failed. Needs pip
+and a network for the environment and the kit, and none of the course's packages.
 """
 
 import argparse
@@ -16,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 
 import kit
@@ -27,7 +29,9 @@ TESTS = {
     "measuring": ["tests/test_measure.py", "tests/test_times.py"],
     "predicting": ["tests/test_predict.py"],
 }
+ADDED = ("bitsandbytes", "deepspeed")  # what lessons add where it is missing
 RUNNERS = ("pytest", "nbclient", "nbformat")  # what runs lessons and tests, where a platform has it not
+WORKERS = 2  # at a time, with their part of the processors each
 PYTORCH_CPU = "https://download.pytorch.org/whl/cpu"
 
 
@@ -104,6 +108,14 @@ def session(python: Path, folder: Path) -> str:
     return str(own / "bin" / "python")
 
 
+def clean(attached: Path) -> dict[str, str]:
+    """An environment in which only the kit is attached, and which does not judge times."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "COURSE_BOUNDS")}
+    threads = max(1, (os.cpu_count() or 1) // WORKERS)
+    known = {"COURSE_KIT": str(attached.parent), "COURSE_BUSY": "1", "OMP_NUM_THREADS": str(threads)}
+    return kept | known | {"PYDEVD_DISABLE_FILE_VALIDATION": "1"}  # a line of ipykernel's for each kernel
+
+
 def run_lesson(python: Path, lesson: Path, attached: Path) -> dict:
     """A lesson's row, run as a fork: the notebook alone, the kit attached, no network asked for."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -115,11 +127,9 @@ def run_lesson(python: Path, lesson: Path, attached: Path) -> dict:
             f"sys.path.insert(0, {str(ROOT / 'scripts')!r}); import course; "
             f"print(json.dumps(course.run_lesson(Path({str(notebook)!r}), folder=Path({str(fork)!r}))))"
         )
-        clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "COURSE_BOUNDS")}
-        clean["COURSE_KIT"] = str(attached.parent)
         started = time.monotonic()
         command = [session(python, Path(folder)), "-c", code]
-        done = subprocess.run(command, env=clean, stdout=subprocess.PIPE, text=True, cwd=folder)
+        done = subprocess.run(command, env=clean(attached), stdout=subprocess.PIPE, text=True, cwd=folder)
         try:
             return json.loads(done.stdout.splitlines()[-1])
         except (IndexError, ValueError):
@@ -128,11 +138,15 @@ def run_lesson(python: Path, lesson: Path, attached: Path) -> dict:
             return {"name": lesson.stem, "status": "failed", "seconds": seconds, "inside": None, "reason": reason}
 
 
-def run_tests(python: Path, name: str, paths: list[str]) -> dict:
-    """A row for a group of tests, from pytest's last line."""
+def run_tests(python: Path, name: str, paths: list[str], attached: Path) -> dict:
+    """A row for a group of tests, from pytest's last line. They find what a lesson would add from the kit."""
     started = time.monotonic()
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        own = session(python, Path(folder))
+        code = f"from tutorial_utils import machine; [machine.need(package, 'its tests') for package in {ADDED}]"
+        subprocess.run([own, "-c", code], env=clean(attached), cwd=ROOT, check=True)
+        command = [own, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]
+        done = subprocess.run(command, env=clean(attached), cwd=ROOT, capture_output=True, text=True)
     last = (done.stdout.strip().splitlines() or ["nothing was run"])[-1]
     status = "failed" if done.returncode else "passed"
     if done.returncode:
@@ -197,12 +211,16 @@ def main(given: list[str] | None = None) -> int:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         attached = kit.whole(Path(folder, "input", "small-gpu-course"))
-        for lesson in lessons:
-            rows.append(run_lesson(python, lesson, attached))
-            print(table(rows[-1:]).splitlines()[1], flush=True)
-        for name, paths in {} if arguments.only else TESTS.items():
-            rows.append(run_tests(python, name, paths))
-            print(table(rows[-1:]).splitlines()[1], flush=True)
+        jobs = [
+            partial(run_tests, python, name, paths, attached)
+            for name, paths in ({} if arguments.only else TESTS).items()
+        ]
+        jobs += [partial(run_lesson, python, lesson, attached) for lesson in lessons]
+        with ThreadPoolExecutor(WORKERS) as pool:
+            for done in as_completed(map(pool.submit, jobs)):
+                rows.append(done.result())
+                print(table(rows[-1:]).splitlines()[1], flush=True)
+    rows.sort(key=lambda row: row["name"])
     print(f"\n{arguments.platform}\n{table(rows)}")
     return int(any(row["status"] == "failed" for row in rows))
 

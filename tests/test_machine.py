@@ -105,10 +105,10 @@ def test_an_old_torchao_is_hidden_from_peft(monkeypatch):
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(machine.importlib.metadata, "version", lambda name: "0.16.1")
     monkeypatch.delitem(sys.modules, "torchao", raising=False)
-    machine._hide_old_torchao()
+    machine.hide_old_torchao()
     assert "torchao" not in sys.modules
     monkeypatch.setattr(machine.importlib.metadata, "version", lambda name: "0.10.0+git")
-    machine._hide_old_torchao()
+    machine.hide_old_torchao()
     assert sys.modules.pop("torchao") is None
 
 

@@ -7,6 +7,8 @@ import inspect
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tutorial_utils import names
+
 SMALL = dict(num_hidden_layers=3, hidden_size=128, num_attention_heads=4, intermediate_size=512, vocab_size=2000)
 TOKENS = dict(pad_token_id=0, bos_token_id=1, cls_token_id=1, sep_token_id=2, eos_token_id=2)
 FAMILIES = {  # the same size in each family's own words
@@ -53,8 +55,7 @@ def family_prepared(name, model, lora=0, freeze_layers=0, checkpointing=0, preci
         targets = {"distilbert-base-uncased": ["q_lin", "v_lin"], "modernbert-base": ["Wqkv"]}.get(name)
         model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=lora, target_modules=targets))
     if checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable(every_n_layers=checkpointing)
+        names.checkpoint_layers(model, checkpointing)
     return model
 
 

@@ -21,8 +21,8 @@ GiB = 2**30
 OLDEST = {"python": "3.11", "torch": "2.10", "transformers": "5.0"}
 NEWEST = {"python": "3.13", "torch": "2.15", "transformers": "5.23"}
 NEEDED = ("datasets", "accelerate", "matplotlib")  # beside torch and transformers, by every lesson
-# peft makes no LoRA layer beside an older torchao, which Kaggle and Colab have. Source: peft's import_utils.py.
 FEW_CORES = 4  # Kaggle's and Colab's, and those of the machines that recorded "cpu"
+# peft makes no LoRA layer beside an older torchao, which Kaggle and Colab have. Source: peft's import_utils.py.
 OLDEST_TORCHAO = (0, 16)
 ACCELERATORS = (
     "on Kaggle choose GPU T4 x2 under Settings, Accelerator; on Colab a T4 under Runtime, Change runtime type"
@@ -107,7 +107,7 @@ def start(network: bool = False) -> Machine:
     _may_install = network
     _give_way()
     count = _one_gpu()
-    _hide_old_torchao()
+    hide_old_torchao()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of an old GPU that torch has no kernels for: said below
         here = facts()
@@ -280,7 +280,8 @@ def _one_gpu() -> int:
     return count
 
 
-def _hide_old_torchao():
+def hide_old_torchao():
+    """Kaggle and Colab have one beside which peft refuses to make adapters."""
     if importlib.util.find_spec("torchao"):
         version = importlib.metadata.version("torchao")
         if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST_TORCHAO:

@@ -197,6 +197,7 @@ def _prepared(network, precision, checkpointing, freeze_layers, lora, prepare):
         for parameter in parameters[: 1 + next(i for i, p in enumerate(parameters) if p is last)]:
             parameter.requires_grad_(False)
     if lora:
+        machine.hide_old_torchao()
         from peft import LoraConfig, get_peft_model
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 

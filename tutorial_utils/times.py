@@ -82,12 +82,13 @@ class Timing:
         return Figure(statistics.median(values), self.settled and _agree(values))
 
 
-def timing(steps: dict[str, Callable[[], object]], rounds: int = 5, warmup: int = 1) -> Timing:
+def timing(steps: dict[str, Callable[[], object]], rounds: int = 5, warmup: int = 1, repeat: bool = True) -> Timing:
     """Time each step once a round, after `warmup` rounds that do not count. Without tracking.
 
     A round in which the process did not get its processors does not count and is repeated, as long as there is
     patience; then all rounds are shown, and the timing is not settled. None does in a lesson that began on a busy
-    machine (COURSE_BUSY, set by `machine.start`).
+    machine (COURSE_BUSY, set by `machine.start`). repeat: False for processes that take their rounds together, where
+    one that repeats a round alone would wait for the others.
     """
     global _patience
     if not all(isinstance(count, int) for count in (rounds, warmup)) or rounds < 1 or warmup < 0:
@@ -96,7 +97,7 @@ def timing(steps: dict[str, Callable[[], object]], rounds: int = 5, warmup: int 
         for step in steps.values():
             _seconds(step)
     busy = bool(os.environ.get("COURSE_BUSY"))
-    taken, counted, budget = [], [], 0.0 if busy else _patience / 4
+    taken, counted, budget = [], [], 0.0 if busy or not repeat else _patience / 4
     while True:
         before, started = _processors(), time.perf_counter()
         taken.append({name: _seconds(step) for name, step in steps.items()})

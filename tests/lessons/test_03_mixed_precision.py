@@ -13,7 +13,7 @@ TRAIN = copied(LESSON)["train_epoch_amp"]
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("scaler.scale(loss).backward()", "scaler.scale(loss / 2).backward()"),
+        ("scaler.scale(loss).backward()", "scaler.scale(loss / 100).backward()"),
         ("        scaler.unscale_(optimizer)\n        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
          "        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)\n        scaler.unscale_(optimizer)"),
         ("            scheduler.step()\n        optimizer.zero_grad()", "            scheduler.step()"),
