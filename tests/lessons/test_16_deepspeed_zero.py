@@ -93,12 +93,14 @@ def test_copied(tmp_path):
     where |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
     where["CUDA_VISIBLE_DEVICES"] = ""
     processes = [
-        subprocess.Popen([sys.executable, str(script), str(tmp_path / "weights")], stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT, text=True,
+        subprocess.Popen([sys.executable, str(script), str(tmp_path / "weights")],
+                         stdout=(tmp_path / f"{rank}.log").open("w"), stderr=subprocess.STDOUT,
                          env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in (0, 1)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    for process in processes:
+        process.wait(120)
+    outputs = [(tmp_path / f"{rank}.log").read_text() for rank in (0, 1)]
     assert all("STATE" in output for output in outputs), outputs[0][-2000:]
 
     namespace = {}
