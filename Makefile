@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP_OPTIONS := $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
-PYTEST := $(BIN)/python -m pytest -q
+PYTEST := $(BIN)/python -m pytest -q --durations=10
 NBVAL := -p nbval -o addopts= --nbval-lax --nbval-current-env --nbval-cell-timeout=300 --nbval-sanitize-with=tests/sanitize.cfg
 
 # ONLY="00 05" chooses lessons.
