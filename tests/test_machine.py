@@ -2,10 +2,12 @@
 
 import dataclasses
 import os
+import subprocess
 import sys
 
 import pytest
 
+from notebooks import ROOT
 from tutorial_utils import machine
 
 CPU = machine.Machine(
@@ -21,6 +23,18 @@ SMALL = dataclasses.replace(T4, name="NVIDIA GeForce GTX 1650", memory=int(3.9 *
 def test_this_machine():
     here = machine.facts()
     assert here.memory > 2**30 and here.cores >= 1 and set(here.versions) == set(machine.OLDEST)
+
+
+@pytest.mark.alone
+def test_the_first_cell_takes_five_seconds_where_nothing_is_missing(quiet, tmp_path):
+    cell = (ROOT / "scripts" / "setup_cell.py").read_text(encoding="utf-8")
+    code = f"import time; started = time.perf_counter()\n{cell}\nprint('seconds', time.perf_counter() - started)"
+    known = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    for _ in range(2):  # the first reads the libraries from the disk
+        done = subprocess.run(command, cwd=tmp_path, env=known, capture_output=True, text=True, check=True)
+    seconds = float(done.stdout.split("seconds ")[1])
+    assert seconds <= 5, f"the first cell took {seconds:.1f} s"
 
 
 def test_classes_slugs_and_presets():
