@@ -159,9 +159,8 @@ def table(rows: list[dict]) -> str:
     verdicts = {True: "inside", False: "outside", None: "–"}
     lines = [["", "status", "seconds", "bounds", "reason"]]
     for row in rows:
-        lines.append(
-            [row["name"], row["status"], f"{row['seconds']:.0f}", verdicts[row["inside"]], row["reason"][:200]]
-        )
+        reason = (row["reason"].splitlines() or [""])[0][:200]
+        lines.append([row["name"], row["status"], f"{row['seconds']:.0f}", verdicts[row["inside"]], reason])
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
 
@@ -219,6 +218,8 @@ def main(given: list[str] | None = None) -> int:
         with ThreadPoolExecutor(WORKERS) as pool:
             for done in as_completed(map(pool.submit, jobs)):
                 rows.append(done.result())
+                if rows[-1]["status"] == "failed":
+                    print(rows[-1]["reason"])
                 print(table(rows[-1:]).splitlines()[1], flush=True)
     rows.sort(key=lambda row: row["name"])
     print(f"\n{arguments.platform}\n{table(rows)}")
