@@ -43,9 +43,12 @@ def test_proof_can_fail(old, new):
 
 @pytest.fixture(autouse=True)
 def forked():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two that spin while they wait take each other's time where something else runs
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")
         yield
+    torch.set_num_threads(threads)
 
 
 class Slow(Ratings):
