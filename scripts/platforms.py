@@ -104,7 +104,8 @@ def session(python: Path, folder: Path) -> str:
         subprocess.run([str(p), "-c", code], capture_output=True, text=True, check=True).stdout.strip()
         for p in (own / "bin" / "python", known)
     )
-    Path(site, "platform.pth").write_text(there + "\n", encoding="utf-8")
+    # Not the path alone: the platform's own .pth files count too, such as the one that setuptools gives distutils by.
+    Path(site, "platform.pth").write_text(f"import site; site.addsitedir({there!r})\n", encoding="utf-8")
     return str(own / "bin" / "python")
 
 
