@@ -100,7 +100,7 @@ def _reported(written: dict, result: dict) -> dict:
 
 def end(process: subprocess.Popen):
     """Kill a lesson's process, its kernel and whatever that has started."""
-    _kill_family(process.pid)
+    kill_family(process.pid)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -110,11 +110,11 @@ def _end_with(runner: int):
     """Where the runner was killed it could not end its lesson: this process does, and so does the kernel with it."""
     while os.getppid() == runner:
         time.sleep(0.5)
-    _kill_family(os.getpid())
+    kill_family(os.getpid())
     os._exit(1)
 
 
-def _kill_family(ancestor: int):
+def kill_family(ancestor: int):
     """Kill what a process started: a kernel is in a session of its own. psutil comes with jupyter, as kernels do."""
     with suppress(ImportError):
         import psutil

@@ -208,7 +208,7 @@ def main(given: list[str] | None = None) -> int:
         parser.error(str(error))
     except subprocess.CalledProcessError:
         parser.error(f"pip could not install platforms/{arguments.platform}.txt: its reason stands above")
-    rows = []
+    rows, interrupted = [], False
     with tempfile.TemporaryDirectory() as folder:
         attached = kit.whole(Path(folder, "input", "small-gpu-course"))
         jobs = [
@@ -217,14 +217,19 @@ def main(given: list[str] | None = None) -> int:
         ]
         jobs += [partial(run_lesson, python, lesson, attached) for lesson in lessons]
         with ThreadPoolExecutor(WORKERS) as pool:
-            for done in as_completed(map(pool.submit, jobs)):
-                rows.append(done.result())
-                if rows[-1]["status"] == "failed":
-                    print(rows[-1]["reason"])
-                print(table(rows[-1:]).splitlines()[1], flush=True)
+            try:
+                for done in as_completed(map(pool.submit, jobs)):
+                    rows.append(done.result())
+                    if rows[-1]["status"] == "failed":
+                        print(rows[-1]["reason"])
+                    print(table(rows[-1:]).splitlines()[1], flush=True)
+            except KeyboardInterrupt:
+                interrupted = True
+                pool.shutdown(wait=False, cancel_futures=True)
+                course.kill_family(os.getpid())
     rows.sort(key=lambda row: row["name"])
     print(f"\n{arguments.platform}\n{table(rows)}")
-    return int(any(row["status"] == "failed" for row in rows))
+    return 130 if interrupted else int(any(row["status"] == "failed" for row in rows))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import time
 
 import course
 import kit
@@ -108,6 +109,21 @@ def test_lessons_run_as_forks_and_one_that_fails_is_exit_1(monkeypatch, capsys, 
     assert platforms.main(["colab", "--only", "01", "02"]) == 1
     printed = capsys.readouterr().out
     assert re.search(r"01_first +passed", printed) and re.search(r"02_second +failed .*ZeroDivisionError", printed)
+
+
+def test_an_interrupt_ends_it_without_the_lessons_that_wait(monkeypatch, capsys):
+    ran = []
+
+    def interrupted(python, lesson, attached):
+        ran.append(lesson)
+        time.sleep(0.5)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(platforms, "run_lesson", interrupted)
+    monkeypatch.setattr(platforms, "environment", lambda *_: platforms.Path(sys.executable))
+    monkeypatch.setattr(kit, "whole", lambda folder: folder)
+    assert platforms.main(["colab", "--only", "00", "01", "02", "03", "04", "05", "06", "07"]) == 130
+    assert len(ran) <= 4 and "colab" in capsys.readouterr().out
 
 
 def test_make_has_the_command():

@@ -56,7 +56,11 @@ def family_prepared(name, model, lora=0, freeze_layers=0, checkpointing=0, preci
         targets = {"distilbert-base-uncased": ["q_lin", "v_lin"], "modernbert-base": ["Wqkv"]}.get(name)
         model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=lora, target_modules=targets))
     if checkpointing:
-        names.checkpoint_layers(model, checkpointing)
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        if "every_n_layers" in inspect.signature(enable).parameters:
+            enable(every_n_layers=checkpointing)
+        else:
+            names.checkpoint_layers(model, checkpointing)
     return model
 
 
