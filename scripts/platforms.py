@@ -32,6 +32,8 @@ TESTS = {
 ADDED = ("bitsandbytes", "deepspeed")  # what lessons add where it is missing
 RUNNERS = ("pytest", "nbclient", "nbformat")  # what runs lessons and tests, where a platform has it not
 WORKERS = 2  # at a time, with their part of the processors each
+# A constraint of this machine's own would ask for other versions than the platform's.
+FREE = {"PIP_CONSTRAINT": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 PYTORCH_CPU = "https://download.pytorch.org/whl/cpu"
 
 
@@ -85,8 +87,7 @@ def environment(name: str, given: str | None = None, cpu: bool = False) -> Path:
     print(f"{name}: making the environment with Python {wanted_python(name)}", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([source, "-m", "venv", str(folder)], check=True)
-    # A constraint of this machine's own would ask for other versions than the file.
-    free = {**os.environ, "PIP_CONSTRAINT": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    free = os.environ | FREE
     index = ["--extra-index-url", PYTORCH_CPU] if cpu else []
     pip = [str(python), "-m", "pip", "install", "--quiet", *index]
     subprocess.run([*pip, "-r", str(pins(name))], check=True, env=free)
@@ -114,7 +115,7 @@ def clean(attached: Path) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "COURSE_BOUNDS")}
     threads = max(1, (os.cpu_count() or 1) // WORKERS)
     known = {"COURSE_KIT": str(attached.parent), "COURSE_BUSY": "1", "OMP_NUM_THREADS": str(threads)}
-    return kept | known | {"PYDEVD_DISABLE_FILE_VALIDATION": "1"}  # a line of ipykernel's for each kernel
+    return kept | known | FREE | {"PYDEVD_DISABLE_FILE_VALIDATION": "1"}  # a line of ipykernel's for each kernel
 
 
 def run_lesson(python: Path, lesson: Path, attached: Path) -> dict:
