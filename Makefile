@@ -19,7 +19,7 @@ record-predictions:
 	$(if $(wildcard .venv/installed),$(BIN)/python,$(PYTHON)) scripts/record_predictions.py
 
 lab: .venv/installed
-	PYTHONPATH=$(CURDIR) $(BIN)/jupyter lab --notebook-dir=notebooks
+	PYTHONPATH="$(CURDIR)" $(BIN)/jupyter lab --notebook-dir=notebooks
 
 # Fast tests first, two at a time but for those that hold a time; then every notebook from a foreign folder.
 test: .venv/installed
@@ -28,7 +28,7 @@ test: .venv/installed
 	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist worksteal -m "not alone"
 	$(PYTEST) -m alone
 	rm -rf reports/nbval && mkdir -p reports/nbval && cp notebooks/*.ipynb reports/nbval
-	PYTHONPATH=$(CURDIR) $(PYTEST) $(NBVAL) reports/nbval
+	PYTHONPATH="$(CURDIR)" $(PYTEST) $(NBVAL) reports/nbval
 
 # Besides: every lesson in a fork's folder without a network, twice in a row, and on machines that are imitated; each
 # fault with a whole lesson; 2,000 cases of bad input.

@@ -68,6 +68,8 @@ def run_lesson(path: Path, keep: Path | None = None, folder: Path | None = None,
         try:
             process.wait()
         except KeyboardInterrupt:
+            with suppress(ValueError):  # not in the main thread
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # people press it twice, and the table is yet to come
             end(process)
             result |= {"status": "interrupted", "reason": "interrupted"}
         else:
@@ -186,17 +188,16 @@ def _failed_line(traceback: str) -> str:
 
 
 def run_cells(path: Path):
-    """The code cells of a notebook in this process.
+    """The code cells of a notebook in this process. Those that lack what the lesson left out are left out too."""
+    from tutorial_utils import machine
 
-    A cell that lacks an optional package is left out, and so are those of its section that then miss its names.
-    """
-    namespace, left_out = {"__name__": "__main__"}, set()
+    namespace = {"__name__": "__main__"}
     for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
         if cell["cell_type"] != "code":
             continue
-        tags = set(cell["metadata"].get("tags", []))
-        tree = ast.parse("".join(cell["source"]))
-        linecache.cache[f"<cell {number}>"] = (0, None, "".join(cell["source"]).splitlines(True), f"<cell {number}>")
+        source = "".join(cell["source"])
+        tree = ast.parse(source)
+        linecache.cache[f"<cell {number}>"] = (0, None, source.splitlines(True), f"<cell {number}>")
         ends_in_value = bool(tree.body) and isinstance(tree.body[-1], ast.Expr)
         last = [tree.body.pop()] if ends_in_value else []
         try:
@@ -204,10 +205,8 @@ def run_cells(path: Path):
             # "single" shows the value of an expression, as a notebook does of a cell's last one.
             exec(compile(ast.Interactive(last), f"<cell {number}>", "single"), namespace)
         except (ImportError, NameError) as error:
-            if isinstance(error, NameError) and not tags & left_out:
+            if not machine.excused(error, source):
                 raise
-            left_out |= tags
-            print(f"cell {number} left out: {error}".splitlines()[0])
 
 
 def machine_facts() -> tuple[dict, str]:
@@ -251,7 +250,7 @@ def write_recording(path: Path, result: dict, executed: Path):
     content = bounds.load(into) if into.exists() else {"lessons": {}}
     if result["figures"]:
         of_the_run = {"date": about["date"], "versions": about["versions"]}
-        row = {**of_the_run, "seconds": result["seconds"], "figures": result["figures"]}
+        row = {**of_the_run, "machine": about["machine"], "seconds": result["seconds"], "figures": result["figures"]}
         kept = {**content["lessons"], result["name"]: row}
         bounds.write(into, {"machine": about["machine"], "lessons": dict(sorted(kept.items()))})
     if slug == "cpu" and executed.exists():
@@ -306,8 +305,13 @@ def main(given: list[str] | None = None) -> int:
     arguments = parser.parse_args(given)
     if arguments.command == "execute":
         return execute(arguments.path, arguments.executed, arguments.wrong)
-    from tutorial_utils import bounds
+    from tutorial_utils import bounds, machine
 
+    here = machine.facts()
+    if arguments.command == "record" and here.device == "cpu" != here.backend and not os.environ.get("COURSE_BOUNDS"):
+        parser.error(
+            f"this machine is of class {here.backend}, the recording of class cpu: COURSE_BOUNDS names another"
+        )
     try:
         chosen = lessons([arguments.number] if arguments.command == "lesson" else arguments.only)
     except ValueError as error:
@@ -318,6 +322,8 @@ def main(given: list[str] | None = None) -> int:
     else:
         if recording := arguments.command == "record":
             os.environ |= {"COURSE_RECORDING": "1", "COURSE_STRICT": "1"}
+            if os.environ.pop("COURSE_BUSY", None):  # said by the notebook that records, of a moment that is over
+                os.environ.pop("OMP_WAIT_POLICY", None)
         results = run(chosen, record=recording)
     about, slug = machine_facts()
     say("\n" + table(results))

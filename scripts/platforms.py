@@ -223,14 +223,14 @@ def main(given: list[str] | None = None) -> int:
                 for done in as_completed(map(pool.submit, jobs)):
                     rows.append(done.result())
                     if rows[-1]["status"] == "failed":
-                        print(rows[-1]["reason"])
-                    print(table(rows[-1:]).splitlines()[1], flush=True)
+                        course.say(rows[-1]["reason"])
+                    course.say(table(rows[-1:]).splitlines()[1])
             except KeyboardInterrupt:
                 interrupted = True
                 pool.shutdown(wait=False, cancel_futures=True)
                 course.kill_family(os.getpid())
     rows.sort(key=lambda row: row["name"])
-    print(f"\n{arguments.platform}\n{table(rows)}")
+    course.say(f"\n{arguments.platform}\n{table(rows)}")
     return 130 if interrupted else int(any(row["status"] == "failed" for row in rows))
 
 

@@ -50,7 +50,8 @@ def title(course: dict, name: str, address: str) -> str:
 
 def recorded(name: str) -> list[tuple[dict, dict]]:
     """(machine, run) of each machine's recording of a lesson."""
-    return [(r["machine"], r["lessons"][name]) for r in bounds.recordings() if name in r["lessons"]]
+    runs = [(r["machine"], r["lessons"][name]) for r in bounds.recordings() if name in r["lessons"]]
+    return [(run.get("machine", there), run) for there, run in runs]
 
 
 def card(course: dict, name: str) -> str:

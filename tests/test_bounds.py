@@ -10,7 +10,7 @@ import pytest
 from notebooks import lessons
 from tutorial_utils import bounds, machine, measure
 
-TIME = re.compile("time_|speed|idle_(starved|cured|storage)|first_step|gain_of_batches")
+TIME = re.compile("time_|speed|idle_(starved|cured|storage)|first_|gain_of_batches|walk_|narrow_checkpoint")
 LESSON = "01_gradient_accumulation"
 FIGURES = {
     "baseline_peak_bytes": 1000.0, "technique_peak_bytes": 400.0, "memory_ratio": 0.4, "time_ratio": 1.0,
@@ -82,6 +82,30 @@ def test_a_busy_machine_is_not_judged_unless_figures_are_the_point(recording, ca
     monkeypatch.setenv("COURSE_STRICT", "1")
     with pytest.raises(AssertionError, match="time_ratio did not settle .*does nothing else"):
         bounds.compare(LESSON, busy, PREDICTED).require()
+
+
+def test_a_time_that_nobody_recorded_must_settle_too_where_figures_are_the_point(monkeypatch, tmp_path):
+    """A T4's times have no bounds in many lessons; its recording is to have none that did not settle."""
+    t4 = dataclasses.replace(machine.facts(), name="Tesla T4", device="cuda", bf16=False, capability=(7, 5))
+    monkeypatch.setattr(machine, "facts", lambda: t4)
+    monkeypatch.setenv("COURSE_BOUNDS", str(tmp_path))
+    limits = {"why": "", "cuda": []}
+    monkeypatch.setattr(bounds, "_bounds", lambda lesson: {"time_ratio": limits})
+    busy = {"time_ratio": measure.Figure(9.0, settled=False)}
+    bounds.compare(LESSON, busy).require()
+    monkeypatch.setenv("COURSE_STRICT", "1")
+    bounds.compare(LESSON, {"time_ratio": measure.Figure(9.0)}).require()
+    with pytest.raises(AssertionError, match="time_ratio did not settle"):
+        bounds.compare(LESSON, busy).require()
+
+
+def test_a_figure_that_this_machine_cannot_give_is_none(recording):
+    recording()
+    with pytest.raises(ValueError, match="each figure needs its bound"):
+        bounds.compare(LESSON, {k: v for k, v in FIGURES.items() if k != "time_ratio"}, PREDICTED)
+    verdict = bounds.compare(LESSON, FIGURES | {"time_ratio": None}, PREDICTED)
+    verdict.require()
+    assert "time_ratio" not in {bound.figure for bound in verdict.bounds}
 
 
 def test_a_run_that_is_recorded_is_judged_by_the_prediction_and_shown_as_recorded(recording, monkeypatch):

@@ -122,8 +122,9 @@ def test_recording(small_course, monkeypatch, jupyter):
     assert run(monkeypatch, "record") == 1, "a lesson failed"
     content = bounds.load(recorded / f"{machine.facts().slug}.json")
     assert content["lessons"].keys() == {"03_measures", "04_other"}
-    assert content["lessons"]["04_other"]["versions"] == {"torch": "1"}, "another lesson's recording was restamped"
-    row = content["lessons"]["03_measures"]
+    other, row = content["lessons"]["04_other"], content["lessons"]["03_measures"]
+    assert other["versions"] == {"torch": "1"} and "machine" not in other, "another lesson's recording was restamped"
+    assert row["machine"]["cores"] == machine.facts().cores
     assert row["figures"] == FIGURES and row["versions"] == machine.facts().versions and row["date"] > "2026-01-01"
     assert content["machine"]["name"] and fails.read_text() == before
     if jupyter and machine.facts().slug == "cpu":
@@ -175,20 +176,36 @@ def test_an_interrupt_ends_the_course(small_course, how):
     assert len(family) >= 2 and not any(member.is_running() for member in family), "a kernel was left"
 
 
-def test_without_jupyter_cells_that_lack_a_package_are_left_out(tmp_path, capsys):
+@pytest.mark.parametrize("jupyter", [True, False], ids=["jupyter", "no jupyter"])
+def test_cells_that_lack_what_is_left_out_say_so_and_no_others(tmp_path, monkeypatch, capsys, jupyter):
+    """The package itself, what it is needed for by name, and a name of a cell that was left out."""
     cells = [
-        nbformat.v4.new_code_cell("import no_such_package", metadata={"tags": ["trainer"]}),
-        nbformat.v4.new_code_cell("no_such_package.x", metadata={"tags": ["trainer"]}),
-        nbformat.v4.new_code_cell("x = 1\nx + 1"),
-        nbformat.v4.new_code_cell("no_such_name"),
+        "from tutorial_utils import machine\nmachine.need('no_such_package', 'its cells')",
+        "import no_such_package\nmade, other = 1, no_such_package.x",
+        "print(made)",
+        "x = 1\nx + 1",
+        "no_such_name",
     ]
-    path = tmp_path / "05_cells.ipynb"
+    path, done = tmp_path / "05_cells.ipynb", tmp_path / "done.ipynb"
+    cells = [nbformat.v4.new_code_cell(cell) for cell in cells]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
-    with pytest.raises(NameError, match="no_such_name"):
-        course.run_cells(path)
-    assert capsys.readouterr().out.splitlines() == [
-        "cell 0 left out: No module named 'no_such_package'",
-        "cell 1 left out: name 'no_such_package' is not defined",
+    monkeypatch.setattr(machine, "left_out", {})
+    if jupyter:
+        monkeypatch.setenv("PYTHONPATH", str(course.ROOT))
+        monkeypatch.chdir(tmp_path)
+        assert course._in_kernel(path, done) == "NameError: name 'no_such_name' is not defined"
+        said = "".join(o.get("text", o.get("data", {}).get("text/plain", "") + "\n")
+                       for cell in nbformat.read(done, 4).cells for o in cell.outputs)  # fmt: skip
+    else:
+        monkeypatch.setitem(sys.modules, "no_such_package", None)
+        monkeypatch.setattr(machine, "_unmade", set())
+        with pytest.raises(NameError, match="no_such_name"):
+            course.run_cells(path)
+        said = capsys.readouterr().out
+    assert [line for line in said.splitlines() if line not in ("", "False")] == [
+        f"left out: its cells. no_such_package: {'not installed' if jupyter else 'too old, or left out above'}",
+        "left out: this cell, which needs no_such_package",
+        "left out: this cell, which needs made",
         "2",
     ]
 

@@ -93,6 +93,38 @@ def test_a_round_is_disturbed_where_others_took_the_processors_it_waited_for():
     assert not times._disturbed(unknown, now(1.0, None, 0.01), 1.0)
 
 
+def test_results_are_of_the_rounds_that_count(monkeypatch):
+    """Four rounds that others disturbed gave 9; the figure is made of the three that count."""
+    disturbed, given = iter([True] * 4 + [False] * 9), iter([9.0] * 4 + [1.0] * 9)
+    monkeypatch.setattr(times, "_disturbed", lambda *_: next(disturbed))
+    monkeypatch.setattr(times, "_seconds", lambda step, results: results.append(step()) or 1.0)
+    taken = measure.timing({"a": lambda: next(given)}, rounds=3, warmup=0, results=True)
+    assert taken.settled and taken.results == {"a": [1.0, 1.0, 1.0]}
+
+
+def test_another_figure_of_rounds_that_disagree_is_not_settled():
+    assert measure.Timing({"a": [1.0, 1.1, 1.05]}).figure(0.5).settled
+    assert not measure.Timing({"a": [1.0, 1.1, 1.05], "b": [10.0, 30.0, 90.0]}).figure(0.5).settled
+    assert not measure.Timing({"a": [1.0]}, settled=False).figure(0.5).settled
+
+
+def test_a_recording_does_not_inherit_that_the_machine_was_busy(monkeypatch):
+    monkeypatch.setattr(times, "_disturbed", lambda *_: False)
+    monkeypatch.setenv("COURSE_BUSY", "1")
+    assert not measure.timing({"a": lambda: None}, rounds=1).settled
+    monkeypatch.setenv("COURSE_STRICT", "1")
+    assert measure.timing({"a": lambda: time.sleep(0.01)}, rounds=1).settled
+
+
+def test_without_psutil_waiting_alone_tells():
+    def at(used, waited):
+        return times._Processors(used, waited, None)
+
+    assert times._disturbed(at(0, 0.0), at(1, 0.5), 1.5)
+    assert not times._disturbed(at(0, 0.0), at(1, 0.01), 1.0)
+    assert times._disturbed(at(0, None), at(1, None), 1.0), "nobody can tell: it does not count"
+
+
 @pytest.mark.alone
 def test_a_busy_machine_is_noticed_for_real():
     """Another process on every core: children of this test would be its own, so they are given away."""

@@ -41,9 +41,12 @@ class Bound:
     @property
     def verdict(self) -> str:
         """ "inside", "outside", BUSY or UNRECORDED. Where figures are the point, an unsettled time is outside."""
+        settled = getattr(self.value, "settled", True)
+        if not settled and strict():
+            return "outside"
         if self.source == UNRECORDED:
             return UNRECORDED
-        if not getattr(self.value, "settled", True) and not strict():
+        if not settled:
             return BUSY
         return "inside" if self.inside else "outside"
 
@@ -101,13 +104,16 @@ def _why_outside(bound: Bound) -> str:
 def compare(lesson: str, figures: dict[str, float], predicted: dict[str, float] | None = None) -> Verdict:
     """Put each figure of a lesson beside its bound.
 
-    figures: names ending in _bytes are absolute, in bytes; the others are ratios or shares.
+    figures: names ending in _bytes are absolute, in bytes; the others are ratios or shares. None for one that this
+    machine cannot give.
     predicted: the prediction for this machine of each figure in bytes.
     ValueError where a figure has no bound, a bound no figure, or a recording lacks one.
     """
     here = machine.facts()
+    cannot = {name for name, value in figures.items() if value is None}
+    figures = {name: value for name, value in figures.items() if name not in cannot}
     _report(lesson, figures)
-    expected = _expected(lesson, here)
+    expected = {name: bound for name, bound in _expected(lesson, here).items() if name not in cannot}
     if set(expected) != set(figures):
         raise ValueError(
             f"{lesson} reports {sorted(figures)}; bounds.toml bounds {sorted(expected)}: "

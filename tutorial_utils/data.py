@@ -26,7 +26,7 @@ _TEXTS_PER_LIBRARY = 3000
 _BYTES_PER_LIBRARY = 9 * 2**20  # of source read, which bounds the first run to about ten seconds
 _FEWEST_WORDS = 8
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "testing", "idlelib", "__pycache__"}
-_EDITION = 1  # raise it when the selection below changes: the cache is keyed by it
+_EDITION = 2  # raise it when the selection below changes: the cache is keyed by it
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,11 @@ def encode(rows, tokenizer, length: int | None = None) -> list[dict]:
     tokenizer's model accepts raises ValueError.
     """
     limit = tokenizer.model_max_length
-    if length is not None and not (isinstance(length, int) and 2 < length <= limit):
-        raise ValueError(f"length was {length}; accepted: 3 to {limit}, the positions this model has")
+    if length is not None and not (type(length) is int and 2 < length <= limit):
+        raise ValueError(f"length was {length!r}; accepted: 3 to {limit}, the positions this model has")
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict) or not {"text", "label"} <= row.keys():
+            raise ValueError(f"row {number} was {str(row)[:60]!r}; accepted: dicts with a text and a label")
     texts = [row["text"] for row in rows]
     for number, text in enumerate(texts):
         if not isinstance(text, str) or not text.strip():
@@ -109,7 +112,7 @@ def loader(
     import torch
     from transformers import DataCollatorWithPadding
 
-    if not isinstance(batch_size, int) or batch_size < 1:
+    if type(batch_size) is not int or batch_size < 1:
         raise ValueError(f"batch_size was {batch_size}; accepted: 1 or more")
     if padding not in ("longest", "max_length"):
         raise ValueError(f'padding was {padding!r}; accepted: "longest" or "max_length"')
@@ -130,6 +133,8 @@ def _docstrings() -> Corpus:
     folder = cache / f"docstrings-{key}"
     if folder.exists():
         try:
+            if (folder / "written").read_text(encoding="utf-8") != _content(folder):
+                raise OSError("not what was written")
             return _corpus(*(datasets.load_from_disk(str(folder / name)) for name in ("train", "test")))
         except Exception as error:  # of Arrow, of JSON, of the file system: cut off where a disk was full
             print(f"The texts in the cache cannot be read ({type(error).__name__}): they are made again")
@@ -144,11 +149,17 @@ def _docstrings() -> Corpus:
             for name, split in zip(("train", "test"), splits):
                 split.save_to_disk(Path(unfinished, name))
             datasets.enable_progress_bars()
+            Path(unfinished, "written").write_text(_content(Path(unfinished)), encoding="utf-8")
             with suppress(OSError):  # another process was first
                 Path(unfinished).replace(folder)
     except OSError as error:
         print(f"The texts stay in memory ({error.strerror}): XDG_CACHE_HOME may name a folder with room, to keep them")
     return _corpus(*splits)
+
+
+def _content(folder: Path) -> str:
+    """A digest of the texts as they were written: a disk that was full may leave zeros, which can be read."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.arrow")))).hexdigest()
 
 
 def _corpus(train, test) -> Corpus:
@@ -202,7 +213,7 @@ def _texts_of(source: bytes):
 
 
 def _csv(path: Path, text: str, label: str) -> Corpus:
-    if not path.exists():
+    if not path.is_file():
         raise FileNotFoundError(f"no file at {str(path)!r}: give the path of a CSV file with a header")
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -221,7 +232,7 @@ def _hub(name: str, text: str, label: str) -> Corpus:
     import datasets
     import huggingface_hub
 
-    from .machine import hub_reachable
+    from .machine import hub_failed, hub_reachable
 
     offline = not hub_reachable()
     try:
@@ -230,7 +241,7 @@ def _hub(name: str, text: str, label: str) -> Corpus:
                 stack.enter_context(patch.object(settings, "HF_HUB_OFFLINE", True))
             splits = datasets.load_dataset(name)
     except Exception as error:
-        if not offline and isinstance(error, (FileNotFoundError, ValueError)):  # no such data set, or not one
+        if not offline and not hub_failed(error):  # no such data set, or not one
             raise
         print(f"{name}: the hub cannot be reached and its cache has no copy; using the docstrings")
         return _docstrings()

@@ -1,5 +1,6 @@
 """What am I running on, what can it do, what will break, and which sizes fit?"""
 
+import ast
 import importlib.metadata
 import importlib.util
 import logging
@@ -21,6 +22,7 @@ GiB = 2**30
 OLDEST = {"python": "3.11", "torch": "2.10", "transformers": "5.0"}
 NEWEST = {"python": "3.13", "torch": "2.15", "transformers": "5.23"}
 NEEDED = ("datasets", "accelerate", "matplotlib")  # beside torch and transformers, by every lesson
+OWN = f"said by {os.getpid()}"  # by which a process knows its own COURSE_BUSY
 FEW_CORES = 4  # Kaggle's and Colab's, and those of the machines that recorded "cpu"
 # peft makes no LoRA layer beside an older torchao, which Kaggle and Colab have. Source: peft's import_utils.py.
 OLDEST_TORCHAO = (0, 16)
@@ -95,6 +97,7 @@ def facts() -> Machine:
 
 _may_install = False  # from the network; set by `start`
 left_out: dict[str, str] = {}  # package → what this lesson leaves out without it
+_unmade: set[str] = set()  # names that the cells would have made that were left out
 
 
 def start(network: bool = False) -> Machine:
@@ -105,6 +108,10 @@ def start(network: bool = False) -> Machine:
     """
     global _may_install
     _may_install = network
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:  # torch, too, cannot be imported without one
+        raise RuntimeError("no folder for temporary files has room: free some space, or name one in TMPDIR") from None
     _give_way()
     count = _one_gpu()
     hide_old_torchao()
@@ -139,6 +146,48 @@ def leave_out(package: str, what: str, why: str):
     sys.modules[package] = None
     left_out[package] = what
     print(f"left out: {what}. {package}: {why}")
+    _excuse_cells()
+
+
+def excused(error: BaseException, source: str) -> bool:
+    """Whether a cell failed for what is left out: a package, or a name of a cell that failed so. Says it in a line."""
+    lacks = error.name if isinstance(error, NameError) and error.name in _unmade else None
+    cause = error if isinstance(error, ImportError) else None
+    while cause is not None and lacks is None:
+        lacks = next((name for name in left_out if name in f"{getattr(cause, 'name', '')} {cause}"), None)
+        cause = cause.__cause__ or cause.__context__
+    if lacks is None:
+        return False
+    print(f"left out: this cell, which needs {lacks}")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            _unmade.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            _unmade.add(node.id)
+        elif isinstance(node, ast.alias):
+            _unmade.add((node.asname or node.name).split(".")[0])
+    return True
+
+
+def _excuse_cells():
+    """In a notebook, let a cell that lacks what is left out end in that line, and the next ones run."""
+    shell = sys.modules["IPython"].get_ipython() if sys.modules.get("IPython") else None
+    if shell is None or shell.custom_exceptions:
+        return
+    failed = []
+
+    def judge(result):
+        if failed:
+            kind, error, traceback, offset = failed.pop()
+            if excused(error, result.info.raw_cell):
+                result.error_in_exec = None
+            else:
+                shell.showtraceback((kind, error, traceback), tb_offset=offset)
+
+    shell.set_custom_exc(
+        (ImportError, NameError), lambda _, *caught, tb_offset=None: failed.append((*caught, tb_offset))
+    )
+    shell.events.register("post_run_cell", judge)
 
 
 def limits(here: Machine) -> list[str]:
@@ -237,6 +286,19 @@ def hub_reachable() -> bool:
     return True
 
 
+def hub_failed(error: BaseException | None) -> bool:
+    """Whether an error is the hub's or the way's there, and not its answer to what was asked."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if getattr(response, "status_code", 0) >= 500:
+            return True
+        kind = type(error).__module__.split(".")[0]
+        if response is None and (kind.startswith("httpx") or isinstance(error, (ConnectionError, TimeoutError))):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def _check_versions(versions: dict[str, str]):
     def places(version):
         return [int(part) for part in re.findall(r"\d+", version)[:2]]
@@ -260,13 +322,14 @@ def _give_way():
     Threads that spin take the processor from whoever has work, this process' own threads too; alone, those that sleep
     make small steps slower, so it is no default. It counts where torch is not imported yet.
     """
-    if os.environ.get("COURSE_STRICT") or "COURSE_BUSY" in os.environ:
+    if os.environ.get("COURSE_STRICT") or os.environ.get("COURSE_BUSY") not in (None, OWN):
         return
+    os.environ.pop("COURSE_BUSY", None)  # said by this cell when it ran before: things may have changed
     with suppress(ImportError):
         import psutil
 
         if psutil.cpu_percent(interval=0.5) * (psutil.cpu_count() or 1) > 30:  # of one processor
-            os.environ["COURSE_BUSY"] = "1"
+            os.environ["COURSE_BUSY"] = OWN
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
             print("Something else uses this machine: times are shown and not judged.")
 
@@ -276,7 +339,7 @@ def _one_gpu() -> int:
     import torch
 
     count = torch.cuda.device_count()  # does not open CUDA, which would fix the choice
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     return count
 
 

@@ -104,7 +104,7 @@ def _pretrained(name: str, settings, attention):
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
 
-    from .machine import hub_reachable
+    from .machine import hub_failed, hub_reachable
 
     local = name == "tiny"
     offline = local or not hub_reachable()
@@ -120,8 +120,8 @@ def _pretrained(name: str, settings, attention):
             use_safetensors=True,
             **NO_CACHE,
         )
-    except OSError:
-        if local:
+    except Exception as error:
+        if local or not (isinstance(error, OSError) or hub_failed(error)):
             raise
         print(f"{name}: the hub cannot be reached and its cache has no copy; using random weights")
     finally:

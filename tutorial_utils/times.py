@@ -3,12 +3,13 @@
 A machine is never quiet. A round counts only if the process had the processors that it asked for.
 """
 
+import importlib.util
 import os
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -55,12 +56,14 @@ for _name in ("add", "sub", "mul", "truediv"):
 class Timing:
     """Seconds of each round that counts, by name. Rounds were interleaved, so that ratios share the noise.
 
+    results: what each step gave in these rounds, where that was asked for.
     settled: whether there were as many rounds with their processors as asked for. Figures of one that did not
     settle, or whose rounds are further apart than AGREE, are not settled either.
     """
 
     rounds: dict[str, list[float]]
     settled: bool = True
+    results: dict[str, list] = field(default_factory=dict)
 
     def median(self, name: str) -> Figure:
         """Median seconds of one step."""
@@ -75,37 +78,47 @@ class Timing:
         return self._figure([mine / theirs for mine, theirs in zip(self.rounds[name], self.rounds[to])])
 
     def figure(self, value: float) -> Figure:
-        """Another figure that was taken in these rounds."""
-        return Figure(value, self.settled)
+        """Another figure that was taken in these rounds: settled if they and all of their seconds are."""
+        return Figure(value, self.settled and all(map(_agree, self.rounds.values())))
 
     def _figure(self, values: list[float]) -> Figure:
         return Figure(statistics.median(values), self.settled and _agree(values))
 
 
-def timing(steps: dict[str, Callable[[], object]], rounds: int = 5, warmup: int = 1, repeat: bool = True) -> Timing:
+def timing(
+    steps: dict[str, Callable[[], object]],
+    rounds: int = 5,
+    warmup: int = 1,
+    repeat: bool = True,
+    results: bool = False,
+) -> Timing:
     """Time each step once a round, after `warmup` rounds that do not count. Without tracking.
 
     A round in which the process did not get its processors does not count and is repeated, as long as there is
     patience; then all rounds are shown, and the timing is not settled. None does in a lesson that began on a busy
     machine (COURSE_BUSY, set by `machine.start`). repeat: False for processes that take their rounds together, where
-    one that repeats a round alone would wait for the others.
+    one that repeats a round alone would wait for the others, and for what happens once. results: whether to keep what
+    the steps give. ValueError for what is not accepted.
     """
     global _patience
     if not all(isinstance(count, int) for count in (rounds, warmup)) or rounds < 1 or warmup < 0:
         raise ValueError(f"rounds was {rounds}, warmup {warmup}; accepted: 1 or more, 0 or more")
+    if not isinstance(steps, dict) or not steps or not all(map(callable, steps.values())):
+        raise ValueError(f"steps was {steps!r}; accepted: functions by name, one or more")
     for _ in range(warmup):
         for step in steps.values():
             _seconds(step)
-    busy = bool(os.environ.get("COURSE_BUSY"))
+    busy = bool(os.environ.get("COURSE_BUSY")) and not os.environ.get("COURSE_STRICT")
     taken, counted, budget = [], [], 0.0 if busy or not repeat else _patience / 4
     while True:
         before, started = _processors(), time.perf_counter()
-        taken.append({name: _seconds(step) for name, step in steps.items()})
+        given = {name: [] if results else None for name in steps}
+        taken.append(({name: _seconds(step, given[name]) for name, step in steps.items()}, given))
         wall = time.perf_counter() - started
         if not busy and not _disturbed(before, _processors(), wall):
             counted.append(taken[-1])
         settled = len(counted) >= rounds
-        if settled and all(_agree([once[name] for once in counted]) for name in steps):
+        if settled and all(_agree([once[name] for once, _ in counted]) for name in steps):
             break
         if len(taken) >= rounds:
             budget -= wall
@@ -113,16 +126,20 @@ def timing(steps: dict[str, Callable[[], object]], rounds: int = 5, warmup: int 
                 break
             _patience -= wall
     kept = counted if settled else taken
-    return Timing({name: [once[name] for once in kept] for name in steps}, settled)
+    found = {name: [once[name][0] for _, once in kept] for name in steps} if results else {}
+    return Timing({name: [once[name] for once, _ in kept] for name in steps}, settled, found)
 
 
-def _seconds(step) -> float:
+def _seconds(step, results: list | None = None) -> float:
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     synchronize()
     started = time.perf_counter()
-    step()
+    result = step()
     synchronize()
-    return time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    if results is not None:
+        results.append(result)
+    return seconds
 
 
 def _agree(values: list[float]) -> bool:
@@ -132,11 +149,11 @@ def _agree(values: list[float]) -> bool:
 
 @dataclass
 class _Processors:
-    """Seconds of processor until now: used by this process, waited for (None where no one tells), used by others."""
+    """Seconds of processor until now: used by this process, waited for and used by others (None where no one tells)."""
 
     used: float
     waited: float | None
-    others: float
+    others: float | None
 
 
 def _processors() -> _Processors:
@@ -144,37 +161,35 @@ def _processors() -> _Processors:
     for task in Path("/proc/self/task").glob("*/schedstat"):
         with suppress(OSError):  # a thread that has ended
             waits.append(int(task.read_text(encoding="utf-8").split()[1]) / 1e9)
-    return _Processors(time.process_time(), sum(waits) if waits else None, _used_by_all() - _used_by_the_lesson())
+    others = _used_by_all() - _used_by_the_lesson() if importlib.util.find_spec("psutil") else None
+    return _Processors(time.process_time(), sum(waits) if waits else None, others)
 
 
 def _used_by_all() -> float:
-    try:
-        import psutil
-    except ImportError:
-        return 0.0
+    import psutil
+
     return sum(getattr(psutil.cpu_times(), kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
 
 
 def _used_by_the_lesson() -> float:
     """Of all of its processes, also those that have ended."""
-    used = 0.0
-    with suppress(ImportError):
-        import psutil
+    import psutil
 
-        first = os.environ["COURSE_PROCESS"]
-        root = psutil.Process(int(first) if psutil.pid_exists(int(first)) else None)
-        for process in [root, *root.children(recursive=True)]:
-            with suppress(psutil.Error):
-                spent = process.cpu_times()
-                used += spent.user + spent.system + spent.children_user + spent.children_system
+    used, first = 0.0, os.environ["COURSE_PROCESS"]
+    root = psutil.Process(int(first) if psutil.pid_exists(int(first)) else None)
+    for process in [root, *root.children(recursive=True)]:
+        with suppress(psutil.Error):
+            spent = process.cpu_times()
+            used += spent.user + spent.system + spent.children_user + spent.children_system
     return used
 
 
 def _disturbed(before: _Processors, after: _Processors, wall: float) -> bool:
     """Whether this process waited for processors that others used. The lesson's own processes are no others."""
     used = after.used - before.used
+    others = None if before.others is None else after.others - before.others
     if before.waited is None or after.waited is None:
-        # Then the others' use has to tell: they took processors that are not idle for us.
-        return after.others - before.others > (1 - HAD) * max(used, wall) * (os.cpu_count() or 1)
+        # Then the others' use has to tell: they took processors that are not idle for us. Without it nobody can.
+        return others is None or others > (1 - HAD) * max(used, wall) * (os.cpu_count() or 1)
     waited = max(0.0, after.waited - before.waited)
-    return waited > (1 - HAD) * (used + waited) and after.others - before.others > (1 - HAD) * wall
+    return waited > (1 - HAD) * (used + waited) and (others is None or others > (1 - HAD) * wall)
