@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP_OPTIONS := $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
 PYTEST := $(BIN)/python -m pytest -q --durations=10
+ALL_OF := $(foreach part,bad_input decide faults forks machines,tests/test_$(part).py)
 NBVAL := -p nbval -o addopts= --nbval-lax --nbval-current-env --nbval-cell-timeout=300 --nbval-sanitize-with=tests/sanitize.cfg
 
 # ONLY="00 05" chooses lessons.
@@ -32,9 +33,9 @@ test: .venv/installed
 
 # Besides: every lesson in a fork's folder without a network, twice in a row, and on machines that are imitated; each
 # fault with a whole lesson; 2,000 cases of bad input.
-test-all: test
-	COURSE_TEST_ALL=1 $(PYTEST) tests/test_bad_input.py tests/test_decide.py tests/test_faults.py tests/test_forks.py \
-		tests/test_machines.py
+test-all: test all-of
+all-of: .venv/installed
+	COURSE_TEST_ALL=1 $(PYTEST) $(if $(PART),tests/test_$(PART).py,$(ALL_OF))
 
 # Needs pip and a network, and none of the course's packages.
 kit:
@@ -49,4 +50,4 @@ platform:
 	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -r requirements.txt
 	touch $@
 
-.PHONY: course lesson record record-predictions lab test test-all kit platform
+.PHONY: course lesson record record-predictions lab test test-all all-of kit platform

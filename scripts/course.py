@@ -304,6 +304,8 @@ def main(given: list[str] | None = None) -> int:
         execution.add_argument(name, type=Path)
     arguments = parser.parse_args(given)
     if arguments.command == "execute":
+        if not arguments.path.is_file():
+            parser.error(f"no notebook at {str(arguments.path)!r}: give the path of one")
         return execute(arguments.path, arguments.executed, arguments.wrong)
     from tutorial_utils import bounds, machine
 

@@ -68,11 +68,20 @@ def _has_setuptools() -> bool:
         return False
 
 
-if __name__ == "__main__":
+def main(given: list[str] | None = None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("packages", nargs="*", help="wheels to add, such as transformers")
-    files = [file for file in sorted(whole(more=tuple(parser.parse_args().packages)).rglob("*")) if file.is_file()]
+    packages = tuple(parser.parse_args(given).packages)
+    try:
+        made = whole(more=packages)
+    except subprocess.CalledProcessError:
+        parser.error(f"pip could not build or download the wheels ({packages} and the kit's own): its reason is above")
+    files = [file for file in sorted(made.rglob("*")) if file.is_file()]
     for file in files:
         if file.suffix == ".whl":
             print(f"{file.relative_to(ROOT)}  {file.stat().st_size / 2**20:.1f} MiB")
     print(f"dist/kit: {len(files)} files, {sum(file.stat().st_size for file in files) / 2**20:.0f} MiB")
+
+
+if __name__ == "__main__":
+    main()

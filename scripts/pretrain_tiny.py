@@ -129,11 +129,13 @@ def make(corpus, steps: int) -> dict:
     }
 
 
-def main():
+def main(given: list[str] | None = None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--gain", action="store_true", help="train nothing; measure again what it is worth")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
+    if arguments.steps < 1:
+        parser.error(f"steps was {arguments.steps}; accepted: 1 or more")
     corpus, path = data.load(), data.TINY / "recipe.json"
     recipe = json.loads(path.read_text(encoding="utf-8")) if arguments.gain else make(corpus, arguments.steps)
     recipe["test_accuracy_after_fine_tuning"] = gain(corpus, data.tokenizer())

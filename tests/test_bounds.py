@@ -10,7 +10,7 @@ import pytest
 from notebooks import lessons
 from tutorial_utils import bounds, machine, measure
 
-TIME = re.compile("time_|speed|idle_(starved|cured|storage)|first_|gain_of_batches|walk_|narrow_checkpoint")
+TIME = re.compile("time_|speed|idle_(starved|cured|storage)|first_step|gain_of_batches|walk_|narrow_checkpoint")
 LESSON = "01_gradient_accumulation"
 FIGURES = {
     "baseline_peak_bytes": 1000.0, "technique_peak_bytes": 400.0, "memory_ratio": 0.4, "time_ratio": 1.0,

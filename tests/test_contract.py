@@ -59,7 +59,7 @@ def test_tags(lesson):
 @LESSONS
 def test_executed_in_one_run_without_errors(lesson):
     counts = [cell["execution_count"] for cell in lesson.code]
-    assert counts == list(range(1, len(counts) + 1)), f"re-run it: make lesson L={lesson.name[:2]}"
+    assert counts == list(range(1, len(counts) + 1)), f"record it again: make record ONLY={lesson.name[:2]}"
     errors = [source(cell) for cell in lesson.code for output in cell["outputs"] if output["output_type"] == "error"]
     assert not errors, f"cells ended in an error: {errors}"
     assert not any("execution" in cell["metadata"] for cell in lesson.code), "times of day are noise in a diff"

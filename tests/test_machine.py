@@ -140,14 +140,34 @@ def test_beside_others_threads_sleep_and_times_are_not_judged(monkeypatch, capsy
     assert machine.os.environ == {"COURSE_STRICT": "1"}, "where figures are the point, they decide by themselves"
 
 
+def test_a_first_cell_that_runs_again_looks_again(monkeypatch):
+    """What it said itself it takes back; what a runner has said stays."""
+    import psutil
+
+    percent = [60.0]
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: percent[0])
+    monkeypatch.setattr(machine.os, "environ", {"PATH": os.environ["PATH"]})
+    machine._give_way()
+    assert machine.os.environ["COURSE_BUSY"]
+    percent[0] = 5.0
+    machine._give_way()
+    assert "COURSE_BUSY" not in machine.os.environ
+    machine.os.environ["COURSE_BUSY"] = "1"
+    machine._give_way()
+    assert machine.os.environ["COURSE_BUSY"] == "1"
+
+
 def test_of_two_gpus_one_is_used_and_the_lesson_says_so(monkeypatch, capsys):
     import torch
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(machine, "facts", lambda: T4)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    machine.start()
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+    monkeypatch.setattr(machine.os, "environ", dict(os.environ))
+    for given, chosen in ((None, "0"), ("1,0", "1")):
+        machine.os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        machine.os.environ |= {"CUDA_VISIBLE_DEVICES": given} if given else {}
+        machine.start()
+        assert machine.os.environ["CUDA_VISIBLE_DEVICES"] == chosen
     assert "2 GPUs are here; a lesson uses the first" in capsys.readouterr().out
 
 

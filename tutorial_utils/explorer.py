@@ -11,17 +11,30 @@ def panel(model: str = "bert-large-uncased", card: str = "Tesla T4", batch: int 
     """Show the prediction for these and, where widgets work, controls that change it.
 
     The picture and the verdict are plain outputs, which the controls replace: a page without widgets keeps them.
+    card: a GPU of facts/gpus.toml or a size such as "6 GiB". ValueError for what the controls do not offer.
     """
+    gpu = machine.gpu(card)
+    for name, given, accepted in (
+        ("model", model, models.names()),
+        ("batch", batch, BATCHES),
+        ("length", length, LENGTHS),
+    ):
+        if given not in accepted:
+            raise ValueError(f"{name} was {given!r}; accepted: {', '.join(map(str, accepted))}")
     try:
         import ipywidgets
+        from IPython import get_ipython
         from IPython.display import HTML, display
+
+        lacks = None if get_ipython() else "this is no notebook"
     except ImportError as error:
-        verdict = _sentence(predict.step_memory(model, batch, length, card=card), machine.gpu(card))
-        print(f"{verdict}\n{error.name} is not installed: no panel")
+        lacks = f"{error.name} is not installed"
+    if lacks:
+        print(f"{_sentence(predict.step_memory(model, batch, length, card=card), gpu)}\n{lacks}: no panel")
         return
     controls = {
         "model": ipywidgets.Dropdown(options=models.names(), value=model),
-        "card": ipywidgets.Dropdown(options=list(machine.gpus()), value=card),
+        "card": ipywidgets.Dropdown(options=list(dict.fromkeys([gpu.name, *machine.gpus()])), value=gpu.name),
         "batch": ipywidgets.SelectionSlider(options=BATCHES, value=batch, continuous_update=False),
         "length": ipywidgets.SelectionSlider(options=LENGTHS, value=length, continuous_update=False),
         "optimizer": ipywidgets.Dropdown(options=predict.OPTIMIZERS),

@@ -8,6 +8,7 @@ import html
 import io
 import itertools
 import math
+import numbers
 
 from .measure import ROLES, GiB, Memory, MiB
 
@@ -44,6 +45,7 @@ def size(count: float) -> str:
 
 def memory_table(reports: dict[str, Memory]) -> Table:
     """A row for each role and the peak, a column for each report."""
+    _some("reports", reports, Memory)
     rows = {role: [report.parts[role] for report in reports.values()] for role in ROLES}
     rows["peak"] = [report.peak for report in reports.values()]
     for name in ("allocated", "reserved"):
@@ -57,6 +59,7 @@ def memory_bars(reports: dict[str, Memory], card: int | None = None, card_name="
 
     outside: also what a prediction's card holds besides tensors. show: what takes the picture, in place of display.
     """
+    _some("reports", reports, Memory)
     if (axes := _axes(max(1.8, 0.9 + 0.45 * len(reports)))) is None:
         return
     peak = max(report.peak for report in reports.values())
@@ -84,6 +87,7 @@ def memory_bars(reports: dict[str, Memory], card: int | None = None, card_name="
 
 def timeline(report: Memory):
     """Memory by role after each operation of the step, with the phase it belongs to."""
+    _some("report", {"": report}, Memory)
     if (axes := _axes(3.0)) is None:
         return
     scale, unit = _scale(report.peak)
@@ -107,6 +111,7 @@ def timeline(report: Memory):
 
 def bars(values: dict[str, float], unit: str):
     """One horizontal bar for each name, with its value."""
+    _some("values", values, numbers.Real)
     if (axes := _axes(0.7 + 0.3 * len(values))) is None:
         return
     drawn = axes.barh(list(values), list(values.values()), color=COLOURS["weights"], height=0.65)
@@ -119,6 +124,7 @@ def bars(values: dict[str, float], unit: str):
 
 def lines(series: dict[str, dict[float, float]], x: str, y: str, logarithmic: bool = False):
     """A line for each name through its points {x: y}; x and y name the axes, with their units."""
+    _some("series", series, dict)
     if (axes := _axes(3.0)) is None:
         return
     for (name, points), colour, marker in zip(series.items(), COLOURS.values(), "osv^DX"):
@@ -130,6 +136,13 @@ def lines(series: dict[str, dict[float, float]], x: str, y: str, logarithmic: bo
         axes.minorticks_off()
     axes.set(ylim=(0, None), xlabel=x, ylabel=y)
     _show(axes, legend=len(series) > 1)
+
+
+def _some(name: str, given, kind: type):
+    """ValueError where there is nothing to show, or something else than what is shown."""
+    if not isinstance(given, dict) or not given or not all(isinstance(value, kind) for value in given.values()):
+        what = {numbers.Real: "numbers", Memory: "measure.Memory", dict: "points {x: y}"}[kind]
+        raise ValueError(f"{name} was {str(given)[:100]!r}; accepted: {what} by name, one or more")
 
 
 def _scale(peak: int) -> tuple[int, str]:

@@ -134,6 +134,8 @@ def need(package: str, what: str) -> bool:
 
     Where it cannot be had, a line says that `what` is left out, and the runner's table will.
     """
+    if not isinstance(package, str) or not package.isidentifier():
+        raise ValueError(f"package was {package!r}; accepted: the name by which it is imported")
     hidden = package in sys.modules and sys.modules[package] is None
     if not hidden and (importlib.util.find_spec(package) or _install(package)):
         return True

@@ -4,7 +4,7 @@ Tensor memory is the sum of the bytes of all live tensor storages: a storage cou
 many tensors view it. Its peak over a step is the figure that every lesson reports.
 """
 
-import collections
+import collections.abc
 import gc
 import itertools
 import re
@@ -80,9 +80,13 @@ def memory(step: Callable[[], object], model, optimizer=None, inputs=(), card: i
     """Measure one run of `step`, after one that does not count where the optimizer has no state yet.
 
     inputs: the batch, or any nesting of tensors. card: a limit on tensor memory in bytes; the operation that
-    would pass it raises torch.OutOfMemoryError, as on a card of that size. A compiled model raises ValueError.
-    An interrupt comes when the step is done.
+    would pass it raises torch.OutOfMemoryError, as on a card of that size. ValueError for a compiled model, and for
+    what is not accepted. An interrupt comes when the step is done.
     """
+    if not callable(step):
+        raise ValueError(f"step was {step!r}; accepted: a function without arguments that makes one training step")
+    if not isinstance(model, torch.nn.Module) or next(model.parameters(), None) is None:
+        raise ValueError(f"model was {str(model)[:60]!r}; accepted: a torch.nn.Module with parameters")
     device = next(model.parameters()).device
     if optimizer is not None and not optimizer.state:
         with Tracker(model, optimizer, inputs, card):
@@ -121,6 +125,8 @@ class Tracker(TorchDispatchMode):
 
     def __init__(self, model, optimizer=None, inputs=(), card: int | None = None, inside_kernels: bool = True):
         super().__init__()
+        if card is not None and (type(card) is not int or card < 1):
+            raise ValueError(f"card was {card!r}; accepted: a number of bytes, such as machine.card({'Tesla T4'!r})")
         if hasattr(model, "_orig_mod") or any(module._compiled_call_impl for module in model.modules()):
             raise ValueError("model has compiled modules, whose plain code would run here: ask the allocator")
         self.model, self.optimizer, self.card = model, optimizer, card
@@ -141,7 +147,8 @@ class Tracker(TorchDispatchMode):
                 self._mark(parameter.grad, "gradients", owner=owner)
             for buffer in module.buffers(recurse=False):
                 self._mark(buffer, "weights", owner=owner)
-        for tensor in tree_leaves(inputs if isinstance(inputs, (list, tuple)) else dict(inputs)):
+        # A tokenizer's batch is a mapping, but no dict.
+        for tensor in tree_leaves(dict(inputs) if isinstance(inputs, collections.abc.Mapping) else inputs):
             self._mark(tensor, "inputs")
         self._mark_state()
 

@@ -34,9 +34,15 @@ def config(name: str, num_labels: int = 2, **changes):
 
     if not isinstance(name, str) or name not in _facts():
         raise ValueError(f"model was {name!r}; accepted: {', '.join(names())}")
-    if not isinstance(num_labels, int) or not 1 <= num_labels <= MOST_LABELS:
+    if type(num_labels) is not int or not 1 <= num_labels <= MOST_LABELS:
         raise ValueError(f"num_labels was {num_labels!r}; accepted: 1 to {MOST_LABELS:,}")
     fields = {key: value for key, value in _facts()[name].items() if key != "hub"}
+    plain = AutoConfig.for_model(**{**fields, **NO_CACHE}, num_labels=num_labels)
+    if unknown := [key for key in changes if not hasattr(plain, key)]:
+        accepted = ", ".join(key for key in plain.to_dict() if key[0] != "_")
+        raise ValueError(
+            f"changes were {changes}; a configuration of {name} has no {unknown[0]!r}; accepted: {accepted}"
+        )
     return AutoConfig.for_model(**{**fields, **NO_CACHE, **changes}, num_labels=num_labels)
 
 

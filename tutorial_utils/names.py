@@ -10,7 +10,7 @@ def checkpoint_layers(model, every_n_layers: int = 1, **options):
     `activation_checkpointing_enable` is the newer name, and `every_n_layers` an argument of some versions only: a
     layer's own switch is older than both.
     """
-    if not isinstance(every_n_layers, int) or every_n_layers < 0:
+    if type(every_n_layers) is not int or every_n_layers < 0:
         raise ValueError(f"every_n_layers was {every_n_layers!r}; accepted: a whole number, 0 for none")
     from transformers.modeling_layers import GradientCheckpointingLayer
 

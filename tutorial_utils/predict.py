@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -114,6 +114,13 @@ def step_memory(
     names = {"precision": precision, "device": device} | ({} if callable(optimizer) else {"optimizer": optimizer})
     if not isinstance(settings, PretrainedConfig) and not callable(settings):
         raise ValueError(f"model was {model!r}; accepted: a name, a configuration, or a function that returns a module")
+    for name, given in (("prepare", prepare), ("step", step)):
+        if given is not None and not callable(given):
+            raise ValueError(f"{name} was {given!r}; accepted: a function")
+    if inputs is not None and not (isinstance(inputs, Mapping) and inputs):
+        raise ValueError(f"inputs was {inputs!r}; accepted: the forward's arguments by name")
+    if type(padded) is not bool:
+        raise ValueError(f"padded was {padded!r}; accepted: True or False")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise ValueError(f"limit was {limit!r}; accepted: bytes, 1 or more")
     _check(settings, sizes | ({"batch": batch, "length": length} if inputs is None else {}), names, lora)
@@ -215,6 +222,8 @@ def _optimizer(optimizer, network, device):
     with unset_fake_temporarily():
         if callable(optimizer):
             chosen = optimizer(network)
+            if not hasattr(chosen, "param_groups"):
+                raise ValueError(f"optimizer returned {chosen!r}; accepted: a function that returns an optimizer")
         elif optimizer == "adamw8bit":
             import bitsandbytes
 

@@ -67,19 +67,24 @@ class Timing:
 
     def median(self, name: str) -> Figure:
         """Median seconds of one step."""
-        return self._figure(self.rounds[name])
+        return self._figure(self._of(name))
 
     def spread(self, name: str) -> tuple[float, float]:
         """The fastest and the slowest round, in seconds."""
-        return min(self.rounds[name]), max(self.rounds[name])
+        return min(self._of(name)), max(self._of(name))
 
     def ratio(self, name: str, to: str) -> Figure:
         """Median over the rounds of the seconds of `name` divided by those of `to`."""
-        return self._figure([mine / theirs for mine, theirs in zip(self.rounds[name], self.rounds[to])])
+        return self._figure([mine / theirs for mine, theirs in zip(self._of(name), self._of(to))])
 
     def figure(self, value: float) -> Figure:
         """Another figure that was taken in these rounds: settled if they and all of their seconds are."""
         return Figure(value, self.settled and all(map(_agree, self.rounds.values())))
+
+    def _of(self, name) -> list[float]:
+        if name not in list(self.rounds):
+            raise ValueError(f"name was {name!r}; accepted: {', '.join(map(str, self.rounds))}")
+        return self.rounds[name]
 
     def _figure(self, values: list[float]) -> Figure:
         return Figure(statistics.median(values), self.settled and _agree(values))
