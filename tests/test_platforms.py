@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 
 import course
 import kit
@@ -40,6 +41,11 @@ def test_the_floors_are_the_oldest_of_the_platforms_and_the_newest_is_newest():
     for package, oldest in machine.OLDEST.items():
         found = min(version(pinned(name)[package]) for name in NAMES)
         assert version(oldest) <= found if package == "python" else version(oldest) == found, package
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    floors = dict(line.split(">=") for line in project["optional-dependencies"]["lessons"] if ">=" in line)
+    assert floors.keys() >= {"accelerate", "datasets", "ipywidgets", "peft"}
+    for package, oldest in floors.items():
+        assert version(oldest) == min(version(pinned(name)[package]) for name in NAMES), package
     assert {name: version(text) for name, text in machine.NEWEST.items()} == {
         name: version(pinned("newest")[name]) for name in machine.NEWEST}  # fmt: skip
 
