@@ -10,13 +10,13 @@ from torch.profiler import ProfilerActivity, profile
 from tutorial_utils import machine, names
 
 SMALL = dict(num_hidden_layers=3, hidden_size=128, num_attention_heads=4, intermediate_size=512, vocab_size=2000)
-TOKENS = dict(pad_token_id=0, bos_token_id=1, cls_token_id=1, sep_token_id=2, eos_token_id=2)
+TOKENS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 FAMILIES = {  # the same size in each family's own words
     "bert-base-uncased": SMALL,
     "roberta-base": SMALL,
     "electra-base": SMALL | dict(embedding_size=128),
     "deberta-v3-small": SMALL,
-    "modernbert-base": SMALL | TOKENS,
+    "modernbert-base": SMALL | TOKENS | dict(cls_token_id=1, sep_token_id=2),
     "distilbert-base-uncased": dict(n_layers=3, dim=128, n_heads=4, hidden_dim=512, vocab_size=2000),
     "t5-base": dict(
         num_layers=3, num_decoder_layers=3, d_model=128, d_kv=32, d_ff=512, num_heads=4, vocab_size=2000, eos_token_id=2
