@@ -98,7 +98,7 @@ FAMILIES = {
     "electra-base": ({"num_hidden_layers": 1, "embedding_size": 64}, {"classifier"}, 6),
     "modernbert-base": ({"num_hidden_layers": 2}, {"head", "classifier"}, 8),  # one of its kinds of layer each
     "gpt2": ({"n_layer": 1, "vocab_size": 50257}, {"score"}, 4),
-    "llama-2-7b": ({"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96}, {"score"}, 7),
+    "llama-2-7b": ({"num_hidden_layers": 1, "num_key_value_heads": 4, "intermediate_size": 96}, {"score"}, 7),
 }
 
 
@@ -107,7 +107,7 @@ FAMILIES = {
 def test_families(name):
     """The head trains whole, every linear layer of the base has an adapter, nothing else trains."""
     changes, heads, linear = FAMILIES[name]
-    narrow = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    narrow = {"hidden_size": 64, "num_attention_heads": 4}
     narrow = {"n_embd": 64, "n_head": 4} if name == "gpt2" else narrow
     adapted = with_lora(models.build(name, 3, **{**narrow, **changes}))
     trained = [n for n, p in adapted.named_parameters() if p.requires_grad]
