@@ -1,6 +1,7 @@
 # Two commands: make course, make test. On a laptop without a GPU, CPU=1 takes PyTorch's CPU build.
 PYTHON ?= python3
 BIN := .venv/bin
+VIRTUAL := .virtual_gpu
 PIP_OPTIONS := $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
 PYTEST := $(BIN)/python -m pytest -q --durations=10
 ALL_OF := $(foreach part,bad_input decide faults forks machines,tests/test_$(part).py)
@@ -25,7 +26,7 @@ lab: .venv/installed
 # Fast tests first, two at a time but for those that hold a time; then every notebook from a foreign folder.
 test: .venv/installed
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check tutorial_utils scripts tests
+	$(BIN)/ruff format --check tutorial_utils virtual_gpu scripts tests
 	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist worksteal -m "not alone"
 	$(PYTEST) -m alone
 	rm -rf reports/nbval && mkdir -p reports/nbval && cp notebooks/*.ipynb reports/nbval
@@ -45,9 +46,18 @@ kit:
 platform:
 	$(PYTHON) scripts/platforms.py $(P) $(if $(CPU),--cpu) $(if $(ONLY),--only $(ONLY)) $(if $(WITH),--python $(WITH))
 
+# The CUDA build of torch on a card that is not there; needs gcc. `make virtual-gpu-test` tries it.
+virtual-gpu: $(VIRTUAL)/installed
+virtual-gpu-test: $(VIRTUAL)/installed
+	VIRTUAL_GPU=$(VIRTUAL)/bin/python $(PYTEST) tests/virtual_gpu
+
+$(VIRTUAL)/installed: requirements.txt .venv/installed
+	$(BIN)/python -m virtual_gpu.environment $(VIRTUAL)
+	touch $@
+
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -r requirements.txt
 	touch $@
 
-.PHONY: course lesson record record-predictions lab test test-all all-of kit platform
+.PHONY: course lesson record record-predictions lab test test-all all-of kit platform virtual-gpu virtual-gpu-test

@@ -217,11 +217,14 @@ def preset(here: Machine) -> Preset:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A card that need not be here. memory: bytes, as nvidia-smi reports them."""
+    """A card that need not be here. memory: bytes, as nvidia-smi reports them; total: as CUDA does."""
 
     name: str
     memory: int
     capability: tuple[int, int] | None  # None for a card known by its size only
+    total: int | None = None
+    multiprocessors: int | None = None
+    short: str | None = None  # the name alone that means this card of several
 
     @property
     def usable(self) -> int:
@@ -233,21 +236,33 @@ class Gpu:
 def gpus() -> dict[str, Gpu]:
     """The cards of facts/gpus.toml, by name."""
     facts = tomllib.loads((Path(__file__).parent / "facts" / "gpus.toml").read_text(encoding="utf-8"))
-    return {n: Gpu(n, fact["memory_mib"] * 2**20, tuple(fact["capability"])) for n, fact in facts.items()}
+    return {
+        name: Gpu(name, fact["memory_mib"] * 2**20, tuple(fact["capability"]), int(fact["total_mib"] * 2**20),
+                  fact["multiprocessors"], fact.get("short"))
+        for name, fact in facts.items()
+    }  # fmt: skip
 
 
 def gpu(card: str | int | Gpu) -> Gpu:
-    """The card of a name or of a unique word of one ("T4"), or of a size ("6 GiB", or bytes). Else ValueError."""
+    """The card of a name or of words that only one has ("T4", "A100 80GB"), or of a size ("6 GiB", or bytes).
+
+    Words that stand in several names mean the one that has no others ("3060", of the Ti too), or the usual one of
+    facts/gpus.toml ("A100"). Else ValueError.
+    """
     if isinstance(card, Gpu):
         return card
     size = re.fullmatch(r"(\d+(\.\d+)?) ?GiB", card.strip(), re.ASCII) if isinstance(card, str) else None
     count = round(float(size[1]) * GiB) if size else card
     if isinstance(count, int) and not isinstance(count, bool) and count > 0:
         return Gpu(f"{count / GiB:g} GiB", count, None)
-    found = [g for name, g in gpus().items() if card == name or str(card).lower() in re.split(r"[ -]", name.lower())]
-    if len(found) != 1:
-        raise ValueError(f'card was {card!r}; accepted: {", ".join(gpus())}, a word of one, or a size such as "6 GiB"')
-    return found[0]
+    found = {g: set(re.split(r"[ -]", g.name.lower())) for g in gpus().values()}
+    found = {g: words for g, words in found.items() if set(re.split(r"[ -]", str(card).lower())) <= words}
+    plain = [g for g, words in found.items() if all(words <= others for others in found.values())]
+    chosen = [g for g in found if str(card) in (g.name, g.short)] or plain
+    if len(chosen) != 1:
+        names = ", ".join(found and [g.name for g in found] or gpus())
+        raise ValueError(f'card was {card!r}; accepted: {names}, words of one, or a size such as "6 GiB"')
+    return chosen[0]
 
 
 def card(name: str) -> int:

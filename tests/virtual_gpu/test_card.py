@@ -1,0 +1,177 @@
+"""The virtual GPU, by what is known of real ones. Each test is a process of its own: a card is for life."""
+
+import os
+import subprocess
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PYTHON = os.environ.get("VIRTUAL_GPU") or str(ROOT / ".virtual_gpu" / "bin" / "python")
+pytestmark = pytest.mark.skipif(not Path(ROOT, PYTHON).exists(), reason="`make virtual-gpu` makes its environment")
+
+
+def process(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"} | variables
+    command = [str(ROOT / PYTHON), "-c", textwrap.dedent(code), *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def on(card: str, code: str, values: str = "small", **facts: int) -> str:
+    """What the code prints on a card, torch imported."""
+    begin = f"import virtual_gpu; virtual_gpu.start({card!r}, {values!r}, **{facts})\nimport torch\n"
+    ran = process(begin + textwrap.dedent(code))
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("card", "capability", "multiprocessors"), [("T4", (7, 5), 40), ("H100", (9, 0), 132), ("4090", (8, 9), 128)]
+)
+def test_the_card_is_what_programs_ask(card, capability, multiprocessors):
+    from tutorial_utils import machine
+
+    code = """
+    p = torch.cuda.get_device_properties(0)
+    print((p.name, (p.major, p.minor), p.multi_processor_count, p.total_memory, torch.cuda.is_bf16_supported(False)))
+    """
+    name, found, count, total, bf16 = eval(on(card, code))
+    assert (name, found, count, total) == (machine.gpu(card).name, capability, multiprocessors, machine.gpu(card).total)
+    assert bf16 is (capability >= (8, 0))
+
+
+def test_the_allocator_counts():
+    """Segments of 2 MiB for what is small, of 20 MiB for what is below 10: torch's own rule."""
+    code = """
+    a = torch.empty(100, device="cuda"); b = torch.empty(1000, 1000, device="cuda")
+    s = torch.cuda.memory_stats()
+    print([s[f"{n}_bytes.all.peak"] for n in ("requested", "allocated", "reserved")])
+    print(virtual_gpu.report())
+    """
+    counted, shown = on("T4", code).split("\n", 1)
+    assert eval(counted) == [4_000_400, 4_000_256 + 512, 22 * 2**20]
+    assert "virtual Tesla T4" in shown and "322.0 MiB" in shown, "22 reserved and 300 of the context"
+
+
+def test_out_of_memory_is_torchs_own():
+    code = """
+    held = [torch.empty(2**30, dtype=torch.uint8, device="cuda") for _ in range(14)]
+    try:
+        torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError as error:
+        print(error)
+    """
+    said = on("T4", code)
+    assert "Tried to allocate 1024.00 MiB. GPU 0 has a total capacity of 14.56 GiB" in said
+
+
+def test_a_card_that_torch_has_no_kernels_for_says_so_as_torch_does():
+    code = """
+    try:
+        torch.ones(2, device="cuda") + 1
+    except RuntimeError as error:
+        print(error)
+    """
+    assert "no kernel image is available for execution on the device" in on("P100", code)
+
+
+def test_small_values_are_real():
+    """A mask of ones is seen to be one; a boolean index has the size that it has; what goes there comes back."""
+    code = """
+    mask = torch.ones(4, 8, dtype=torch.long); x = torch.randn(4, 8)
+    ones, mask[:, 6:] = mask.cuda().bool().all().item(), 0
+    print(ones, mask.cuda().bool().all().item(), x.cuda()[mask.cuda() == 0].shape[0], torch.equal(x.cuda().cpu(), x))
+    """
+    assert on("A100", code).split() == ["True", "False", "8", "True"]
+
+
+@pytest.mark.parametrize(("card", "workspace"), [("T4", 8_519_680), ("A100", 8_519_680), ("H100", 32 * 2**20)])
+def test_cublas_workspace(card, workspace):
+    """CUBLAS_WORKSPACE_CONFIG's default by capability, for the thread that multiplies."""
+    code = """
+    x = torch.empty(8, 8, device="cuda"); before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    y = x @ x
+    print(torch.cuda.memory_stats()["requested_bytes.all.current"] - before - y.nbytes)
+    """
+    assert int(on(card, code)) == workspace
+
+
+@pytest.mark.parametrize(("card", "staging"), [("T4", 20), ("A100", 108), ("L4", 44), ("H100", 128)])
+def test_column_sum(card, staging):
+    """The staging buffer of ATen's Reduce.cuh for 4096 x 4096, by its formula, in MiB; none with a single SM."""
+    code = """
+    x = torch.empty(4096, 4096, device="cuda"); torch.cuda.reset_peak_memory_stats()
+    y = x.sum(0)
+    print((torch.cuda.max_memory_allocated() - x.nbytes - y.nbytes) // 2**20)
+    """
+    assert int(on(card, code)) == staging
+    if card == "A100":
+        assert int(on(card, code, multiprocessors=1, threads=512)) == 0
+
+
+@pytest.mark.parametrize(
+    ("card", "kernel"), [("T4", "Efficient"), ("A100", "Flash"), ("L4", "Flash"), ("H100", "Cudnn")]
+)
+def test_attention_kernel(card, kernel):
+    code = """
+    q = torch.empty(2, 4, 128, 64, device="cuda", dtype=torch.float16, requires_grad=True)
+    y = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    y.sum().backward()
+    print(type(y.grad_fn).__name__)
+    """
+    assert kernel in on(card, code)
+
+
+def test_what_is_not_written_is_an_error_with_its_name():
+    ran = process("""
+    import virtual_gpu; virtual_gpu.start("T4")
+    import torch
+    torch.linalg.inv(torch.eye(4, device="cuda"))
+    """)
+    assert ran.returncode and "which the virtual GPU does not have" in ran.stderr
+
+
+def test_an_operator_without_values_names_itself():
+    ran = process("""
+    import virtual_gpu; virtual_gpu.start("T4", "all")
+    import torch
+    torch._fused_dropout(torch.ones(4, device="cuda"), 0.5)
+    """)
+    assert "aten::_fused_dropout has no values on the virtual GPU" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("virtual_gpu.start('T5')", "card was 'T5'; accepted: Tesla T4"),
+        ("virtual_gpu.start('6 GiB')", "card was '6 GiB'; accepted: Tesla T4"),
+        ("virtual_gpu.start('T4', 'some')", "values was 'some'; accepted: all, small, none"),
+        ("virtual_gpu.start('T4', sms=3)", "facts were {'sms': 3}; accepted: "),
+        ("import sys; sys.modules['torch'] = sys; virtual_gpu.start('T4')", "torch is imported already"),
+        ("virtual_gpu.DRIVERS = ['/proc/self']; virtual_gpu.start('T4')", "a GPU's driver is here (/proc/self)"),
+    ],
+)
+def test_what_it_refuses(code, said):
+    assert said in process(f"import virtual_gpu; {code}").stderr
+
+
+def test_nothing_is_left_on_a_loaders_path():
+    code = """
+    import os
+    print([name for name, value in os.environ.items() if "virtual_gpu/build" in value])
+    """
+    assert on("T4", code).strip() == "[]"
+
+
+def test_a_script_runs_unchanged(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import sys, torch\nprint(sys.argv[1:], torch.ones(2**20, device='cuda').device)\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [str(ROOT / PYTHON), "-m", "virtual_gpu", "--card", "A100", str(script), "--epochs", "2"]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "['--epochs', '2'] cuda:0" in ran.stdout and "peak on a virtual NVIDIA A100-SXM4-40GB" in ran.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    command[5] = "no.py"
+    assert "no file at 'no.py'" in subprocess.run(command, env=environment, capture_output=True, text=True).stderr

@@ -1,0 +1,138 @@
+"""With values="all" numbers are right: losses and gradients are the CPU's, of the same weights in the same process."""
+
+import pytest
+from test_card import on, pytestmark  # noqa: F401
+
+FAMILIES = """
+import copy, transformers as t
+SIZE = dict(vocab_size=500, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
+OFF = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+CONFIGS = {
+    "bert": lambda: t.BertConfig(**SIZE, **OFF),
+    "deberta": lambda: t.DebertaV2Config(**SIZE, **OFF, relative_attention=True, pos_att_type=["p2c", "c2p"],
+                                         position_buckets=16, share_att_key=True, norm_rel_ebd="layer_norm"),
+    "modernbert": lambda: t.ModernBertConfig(**SIZE, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1,
+                                             sep_token_id=2),
+    "llama": lambda: t.LlamaConfig(**SIZE, num_key_value_heads=2, pad_token_id=0),
+}
+def pair(family, attention, device="cuda"):
+    torch.manual_seed(0)
+    model = t.AutoModelForSequenceClassification.from_config(CONFIGS[family](), attn_implementation=attention)
+    return model, copy.deepcopy(model).to(device)
+def texts(device):
+    ids = torch.randint(3, 500, (4, 24), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    ids[1, 16:] = mask[1, 16:] = 0
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device),
+            "labels": torch.tensor([0, 1, 0, 1]).to(device)}
+def run(model, device, dtype=None):
+    with torch.autocast(device, dtype, enabled=dtype is not None):
+        loss = model(**texts(device)).loss
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.flatten().float().cpu() for p in model.parameters() if p.grad is not None])
+def apart(family, attention, dtype=None):
+    one, other = pair(family, attention)
+    (loss, gradients), (loss_2, gradients_2) = run(one, "cpu", dtype), run(other, "cuda", dtype)
+    return abs(loss - loss_2) / loss, ((gradients - gradients_2).norm() / gradients.norm()).item()
+"""
+
+
+@pytest.mark.parametrize("family", ["bert", "deberta", "modernbert", "llama"])
+def test_losses_and_gradients_in_fp32(family):
+    code = (
+        FAMILIES
+        + f"""
+for attention in ("eager", "sdpa") if {family != "deberta"} else ("eager",):
+    print(apart({family!r}, attention))
+"""
+    )
+    for line in on("T4", code, "all").splitlines():
+        loss, gradients = eval(line)
+        assert loss < 1e-5 and gradients < 1e-5, line
+
+
+@pytest.mark.parametrize(("card", "dtype", "rounding"), [("T4", "float16", 2**-10), ("A100", "bfloat16", 2**-7)])
+def test_losses_and_gradients_in_half_precision(card, dtype, rounding):
+    """Rounded otherwise on the way, as CUDA's and the CPU's own lists for autocast differ."""
+    code = (
+        FAMILIES
+        + f"""
+for family in ("bert", "modernbert", "llama"):
+    print(apart(family, "sdpa", torch.{dtype}))
+"""
+    )
+    for line in on(card, code, "all").splitlines():
+        loss, gradients = eval(line)
+        assert loss < 2 * rounding and gradients < 16 * rounding, line
+
+
+@pytest.mark.parametrize("card", ["T4", "A100"])
+def test_attention_kernels_and_their_gradients(card):
+    """Memory-efficient and flash: masks, causal, shared keys, and in the backward the dropout's mask of the forward."""
+    code = """
+F = torch.nn.functional.scaled_dot_product_attention
+def apart(dtype, mask=False, causal=False, shared=False):
+    torch.manual_seed(0)
+    made = [torch.randn(2, heads, 16, 32).to(dtype) for heads in (4, 2 if shared else 4, 2 if shared else 4)]
+    cpu = [m.float().clone().requires_grad_() for m in made]
+    gpu = [m.cuda().requires_grad_() for m in made]
+    bias = torch.where(torch.rand(2, 1, 16, 16) > 0.2, 0.0, -1e4) if mask else None
+    options = dict(is_causal=causal, enable_gqa=shared)
+    one, other = F(*cpu, bias, **options), F(*gpu, None if bias is None else bias.to(dtype).cuda(), **options)
+    weights = torch.randn(one.shape)
+    (one * weights).sum().backward(); (other * weights.cuda()).sum().backward()
+    return other.grad_fn.name(), max(((a.grad - b.grad.cpu()).norm() / a.grad.norm()).item() for a, b in zip(cpu, gpu))
+for options in ({}, {"mask": True}, {"causal": True}, {"shared": True}):
+    for dtype in (torch.float32, torch.float16):
+        print((*apart(dtype, **options), str(dtype)))
+x = torch.randn(2, 4, 16, 32, device="cuda", requires_grad=True)
+torch.manual_seed(3); first = F(x, x, x, dropout_p=0.5)
+torch.manual_seed(3); again = F(x, x, x, dropout_p=0.5)
+first.sum().backward()
+eps = torch.zeros_like(x); eps[0, 0, 0, 0] = 1e-2
+def at(value):
+    torch.manual_seed(3)
+    return F(value, value, value, dropout_p=0.5).sum()
+slope = (at(x.detach() + eps) - at(x.detach() - eps)) / 2e-2
+print(("dropout", abs(slope.item() - x.grad[0, 0, 0, 0].item()), str(torch.equal(first, again))))
+"""
+    *lines, dropout = map(eval, on(card, code, "all").splitlines())
+    for name, far, dtype in lines:
+        assert far < (1e-5 if dtype == "torch.float32" else 4e-3), (name, far, dtype)
+    assert dropout[1] < 1e-2 and dropout[2] == "True"
+    assert any("Efficient" in name for name, *_ in lines) and (card == "T4" or any("Flash" in n for n, *_ in lines))
+
+
+def test_training_with_clipping_a_scaler_and_checkpoints():
+    """Three steps: fused and foreach AdamW, fp16 with its scaler, dropout drawn again where a layer runs again."""
+    code = (
+        FAMILIES
+        + """
+def losses(device, checkpoints=False, fused=None, dtype=None, dropout=0.0):
+    torch.manual_seed(0)
+    config = t.BertConfig(**SIZE, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+    model = t.BertForSequenceClassification(config).to(device).train()
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    adamw, scaler = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused), torch.amp.GradScaler(
+        device, init_scale=1024.0, enabled=dtype is not None)
+    found = []
+    torch.manual_seed(5)
+    for _ in range(3):
+        with torch.autocast(device, dtype, enabled=dtype is not None):
+            loss = model(**texts(device)).loss
+        scaler.scale(loss).backward()
+        scaler.unscale_(adamw)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(adamw); scaler.update(); adamw.zero_grad()
+        found.append(loss.item())
+    return found
+print([losses("cpu"), losses("cuda"), losses("cuda", fused=True), losses("cuda", checkpoints=True)])
+print([losses("cpu", dtype=torch.float16), losses("cuda", dtype=torch.float16)])
+print([losses("cuda", dropout=0.1), losses("cuda", dropout=0.1, checkpoints=True)])
+"""
+    )
+    full, half, dropped = map(eval, on("T4", code, "all").splitlines())
+    assert all(abs(a - b) < 1e-5 for others in full[1:] for a, b in zip(full[0], others)), full
+    assert all(abs(a - b) < 4e-3 for a, b in zip(*half)), half
+    assert all(abs(a - b) < 1e-5 for a, b in zip(*dropped)) and abs(dropped[0][0] - full[0][0]) > 1e-4, dropped

@@ -1,0 +1,110 @@
+"""A virtual GPU: the CUDA build of PyTorch on a machine without one.
+
+    import virtual_gpu
+    virtual_gpu.start("T4")        # before torch is imported
+
+or `python -m virtual_gpu --card T4 script.py arguments`. The allocator, the dispatcher, autograd and the host code of
+every operator are PyTorch's own, so `torch.cuda.memory_stats()` is what that card would show. Kernels are not run:
+`values` says what is computed in their place, on the CPU. Times, and what cuBLAS, cuDNN and the driver keep for
+themselves, are not known here.
+"""
+
+import atexit
+import ctypes
+import os
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+from tutorial_utils import machine
+
+MiB = 2**20
+VALUES = ("all", "small", "none")
+# Of the card's memory, gone before the first tensor: the CUDA context. The readings of facts/gpus.toml are about this.
+CONTEXT = 300 * MiB
+ALL_COPIES, SMALL_COPIES = 1 << 62, 1 << 20  # bytes of a copy that is carried out, at most
+DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")  # of Linux, and of Windows' subsystem for it
+
+_libraries = []  # while they are loaded, the first is the runtime
+
+
+def start(
+    card: str = "T4", values: str = "small", *, context: int = CONTEXT, beside_a_driver: bool = False, **facts: int
+):
+    """Load the libraries in place of NVIDIA's, for this process and for no other.
+
+    card: of facts/gpus.toml, or a word of one. values: "all" computes what every kernel would have computed (numbers
+    are right; tiny models), "small" whole numbers, truth values and tensors of few elements (branches and shapes are
+    right; real sizes in seconds), "none" nothing. context: bytes that are gone before the first tensor.
+    facts: in place of the card's own: total (bytes that CUDA reports), multiprocessors, threads, blocks (of one).
+    Raises RuntimeError where torch came first or a driver of NVIDIA's is here, ValueError for what is not accepted,
+    and FileNotFoundError without gcc.
+    """
+    from . import build
+
+    chosen = machine.gpu(card)
+    if values not in VALUES:
+        raise ValueError(f"values was {values!r}; accepted: {', '.join(VALUES)}")
+    if "torch" in sys.modules:
+        raise RuntimeError("torch is imported already: start the virtual GPU before it, in a new process or kernel")
+    if not beside_a_driver and (here := [place for place in DRIVERS if Path(place).exists()]):
+        raise RuntimeError(
+            f"a GPU's driver is here ({here[0]}): use the GPU, or say beside_a_driver=True (--beside-a-driver)"
+        )
+    described = described_by(chosen, facts) | {"context": context, "name": chosen.name}
+    described["copy"] = ALL_COPIES if values == "all" else SMALL_COPIES
+    libraries = build.build()
+    os.environ.update({f"VGPU_{name.upper()}": str(value) for name, value in described.items()})
+    # torch finds them by their names, loaded already: no loader's path is touched.
+    _libraries.extend(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL) for library in libraries)
+    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+    os.environ["VGPU_KERNELS"] = str(_kernels(chosen.capability))
+    from . import arithmetic
+
+    arithmetic.start(values)
+    # torch's autograd thread may still let go of the last graph; an interpreter that ends meanwhile aborts.
+    atexit.register(time.sleep, 0.2)
+
+
+def described_by(card: machine.Gpu, facts: dict[str, int]) -> dict[str, int]:
+    """What a program can ask of the card. ValueError for a card known by its size only, or a fact that is none."""
+    if card.capability is None:
+        raise ValueError(f"card was {card.name!r}; accepted: {', '.join(machine.gpus())}, or a word of one")
+    major, minor = card.capability
+    limits = capabilities()[f"{major}.{minor}"]
+    known = {
+        "total": card.total, "multiprocessors": card.multiprocessors, "threads": limits["threads"],
+        "blocks": limits["blocks"], "shared": limits["shared_kib"] * 1024,
+        "shared_optin": limits["shared_optin_kib"] * 1024,
+    }  # fmt: skip
+    if unknown := [name for name, value in facts.items() if name not in known or type(value) is not int or value < 1]:
+        raise ValueError(f"facts were {facts}; accepted: {', '.join(known)}, whole numbers (not {unknown[0]})")
+    return {"major": major, "minor": minor} | known | facts
+
+
+def _kernels(capability: tuple[int, int]) -> int:
+    """The architecture, of those that torch was built for, whose machine code the card runs, such as 86; 0 for none."""
+    import torch
+
+    major, minor = capability
+    numbers = [int(name.removeprefix("sm_")) for name in torch._C._cuda_getArchFlags().split() if name[3:].isdigit()]
+    return max((number for number in numbers if number // 10 == major and number % 10 <= minor), default=0)
+
+
+def capabilities() -> dict[str, dict[str, int]]:
+    """Limits by compute capability, such as "7.5"."""
+    return tomllib.loads(Path(__file__).with_name("capabilities.toml").read_text(encoding="utf-8"))
+
+
+def report() -> str:
+    """What nvidia-smi and torch.cuda.memory_stats() would have shown at the peak of this process."""
+    import torch
+
+    stats = torch.cuda.memory_stats()
+    parts = {name: stats.get(f"{name}_bytes.all.peak", 0) for name in ("requested", "allocated", "reserved")}
+    _libraries[0].vgpu_highest.restype = ctypes.c_size_t
+    shown = {**parts, "nvidia-smi": _libraries[0].vgpu_highest()}
+    card = torch.cuda.get_device_properties(0)
+    lines = [f"{name:>12} {size / MiB:>12,.1f} MiB" for name, size in shown.items()]
+    return "\n".join([f"peak on a virtual {card.name}, {card.total_memory / MiB:,.0f} MiB:", *lines])

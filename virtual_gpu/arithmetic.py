@@ -1,0 +1,232 @@
+"""What kernels would have computed: when an operator's own host code has allocated, its values are made on the CPU.
+
+The virtual GPU's memory is this process's, so the operator runs once more on views of the same bytes, as tensors of the
+CPU, and its results are written where the kernel would have written them. With "all" for every operator that CUDA has;
+with "small" for OPERATORS, by which programs branch (`attention_mask.all()`), on whole numbers and truth values up to
+MOST elements and on anything of at most FEW.
+"""
+
+import ctypes
+import threading
+import warnings
+from contextlib import contextmanager
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+MOST, FEW = 1 << 18, 16
+EXACT = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+HALVES = (torch.float16, torch.bfloat16)
+OPERATORS = """
+all all.dim any any.dim sum.dim_IntList cumsum argmax max min eq.Scalar eq.Tensor ne.Scalar ne.Tensor lt.Scalar
+lt.Tensor le.Scalar le.Tensor gt.Scalar gt.Tensor ge.Scalar ge.Tensor bitwise_and.Tensor bitwise_or.Tensor bitwise_not
+logical_not logical_and where.self add.Tensor sub.Tensor mul.Tensor index.Tensor cat isinf isnan
+fill_.Scalar fill_.Tensor copy_ masked_fill_.Scalar arange.start_out
+""".split()  # noqa: SIM905
+# Their results' shapes are values, or they are no tensors: what they give is what the CPU gives, moved. What CUDA
+# allocates inside is not seen.
+SHAPED_BY_VALUES = ("nonzero", "unique_consecutive", "_unique2", "unique_dim", "masked_select", "bincount",
+                    "repeat_interleave.Tensor", "equal")  # fmt: skip
+# They compute nothing, or copy values themselves.
+WITHOUT_VALUES = {
+    "_local_scalar_dense", "record_stream", "_pin_memory", "is_pinned", "empty.memory_format", "empty_strided",
+    "resize_", "_efficientzerotensor", "set_", "set_.source_Storage", "set_.source_Tensor",
+    "set_.source_Storage_storage_offset", "_copy_from", "_copy_from_and_resize",
+}  # fmt: skip
+_library = None
+_running = threading.local()  # .depth: of kernels whose own host code is running
+
+
+def start(values: str):
+    """Wrap the CUDA kernels of torch, for this process."""
+    global _library
+    _library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        if values == "small":
+            for name in OPERATORS:
+                _replace(name, _computed(name, _is_known), with_keyset=True)
+        if values == "all":
+            from . import attention
+
+            written = attention.kernels()
+            for name in registered():
+                kernel = written.get(name) or (_computed(name, _always) if has_kernel(name, "CPU") else _missing(name))
+                _replace(name, kernel, with_keyset=True)
+        if values != "none":
+            for name in SHAPED_BY_VALUES:
+                _replace(name, _shaped_by_values(name))
+
+
+def registered() -> list[str]:
+    """The operators of CUDA that compute something, without those whose results' shapes are values."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
+    # copy_ is registered for every device at once.
+    names = ["copy_", *(name.removeprefix("aten::") for name in names if name.startswith("aten::"))]
+    return [n for n in names if n not in WITHOUT_VALUES and n not in SHAPED_BY_VALUES and not _is_view(operator(n))]
+
+
+def operator(name: str):
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def has_kernel(name: str, key: str) -> bool:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return any(has(f"aten::{name}", one) for one in (key, "CompositeExplicitAutograd"))
+
+
+def own_kernel(name: str):
+    """CUDA's own host code, to be called with what the kernel in its place was called with."""
+    own = torch.library.get_kernel(f"aten::{name}", "CUDA").call_boxed
+
+    def run(*arguments, **options):
+        _running.depth = getattr(_running, "depth", 0) + 1
+        try:
+            return own(*arguments, **options)
+        finally:
+            _running.depth -= 1
+
+    return run
+
+
+def _is_view(op) -> bool:
+    infos = [argument.alias_info for argument in op._schema.returns]
+    return any(info is not None and not info.is_write for info in infos)
+
+
+def _replace(name, kernel, **options):
+    _library.impl(name, kernel, "CUDA", allow_override=True, **options)
+
+
+def _computed(name, judged):
+    own, op = own_kernel(name), operator(name)
+    tensors = [str(argument.type) == "Tensor" for argument in op._schema.arguments]
+    in_place = any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
+    random = torch.Tag.nondeterministic_seeded in op.tags
+
+    def kernel(keys, *arguments, **options):
+        if any(is_tensor and isinstance(a, (bool, int, float)) for is_tensor, a in zip(tensors, arguments)):
+            beside = next(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+            arguments = [_number(a, beside) if is_tensor else a for is_tensor, a in zip(tensors, arguments)]
+        with drawn_as_on_cuda() if random and judged is _always else warnings.catch_warnings():
+            result = own(keys, *arguments, **options)
+            if judged(
+                [result, *(leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, torch.Tensor))]
+            ):
+                try:
+                    values = _on_cpu(op, arguments, options)
+                except IndexError:  # an index that only a kernel would have made
+                    if judged is _always:
+                        raise
+                    return result
+                if not in_place:
+                    write(result, values)
+        return result
+
+    return kernel
+
+
+def _on_cpu(op, arguments, options):
+    arguments, options = here(arguments), here(options)
+    options = {name: value for name, value in options.items() if name != "pin_memory"}
+    if options.get("device") is not None:
+        options["device"] = torch.device("cpu")
+    options = {name: value for name, value in options.items() if not isinstance(value, torch.Generator)}
+    with torch.no_grad():
+        try:
+            return op(*arguments, **options)
+        except RuntimeError as error:
+            if "not implemented for" not in str(error) and "mixed dtype" not in str(error):
+                raise
+            # A kernel that the CPU has for float alone. What is in place would be lost.
+            if any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments):
+                raise
+            return op(*_in_full(arguments), **_in_full(options))
+
+
+def _in_full(value):
+    return tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in HALVES else t, value)
+
+
+def _missing(name):
+    own = own_kernel(name)
+
+    def kernel(keys, *arguments, **options):
+        if getattr(_running, "depth", 0):  # inside of an operator whose values are computed as a whole
+            return own(keys, *arguments, **options)
+        raise NotImplementedError(
+            f"aten::{name} has no values on the virtual GPU: the CPU has no kernel of it, and none is written in "
+            f'virtual_gpu/attention.py. With values="small" it runs without values'
+        )
+
+    return kernel
+
+
+def _shaped_by_values(name):
+    op = operator(name)
+
+    def kernel(*arguments, **options):
+        device = next(leaf.device for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+        return tree_map_only(torch.Tensor, lambda values: _onto(values, device), _on_cpu(op, arguments, options))
+
+    return kernel
+
+
+@contextmanager
+def drawn_as_on_cuda():
+    """Random numbers by the state of CUDA's generator: the same state, the same numbers, as checkpoints need."""
+    generator = torch.cuda.default_generators[0]
+    seed = (generator.initial_seed() * 6364136223846793005 + generator.get_offset() * 1442695040888963407) % 2**63
+    kept = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(kept)
+
+
+def write(results, values):
+    """The values into the results' own bytes, tensor by tensor."""
+    for result, value in zip(tree_leaves(results), tree_leaves(values)):
+        if isinstance(result, torch.Tensor) and result.numel() and result.device.type == "cuda":
+            view(result).copy_(value)
+
+
+def _number(value, beside):
+    """A number as the tensor that it was, of a type that changes no result's type."""
+    if not isinstance(value, (bool, int, float)):
+        return value
+    kinds = [bool, int, float]
+    found = 2 if beside.is_floating_point() else 0 if beside.dtype == torch.bool else 1
+    own = (torch.bool, torch.int64, torch.get_default_dtype())[kinds.index(type(value))]
+    return torch.tensor(value, dtype=beside.dtype if found >= kinds.index(type(value)) else own)
+
+
+def _onto(values, device):
+    result = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=device)
+    write(result, values)
+    return result
+
+
+def _is_known(tensors):
+    most = max(tensor.numel() for tensor in tree_leaves(tensors) if isinstance(tensor, torch.Tensor))
+    return most <= FEW or most <= MOST and all(tensor.dtype in EXACT for tensor in tree_leaves(tensors))
+
+
+def _always(_):
+    return True
+
+
+def here(value):
+    """Any nesting with its tensors as tensors of the CPU, over the same bytes."""
+    return tree_map_only(torch.Tensor, view, value)
+
+
+def view(tensor):
+    """The same bytes, as a tensor of the CPU."""
+    if tensor.device.type != "cuda" or not tensor.numel():
+        return tensor if tensor.device.type == "cpu" else torch.empty(tensor.shape, dtype=tensor.dtype)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    block = (ctypes.c_char * (extent * tensor.itemsize)).from_address(tensor.data_ptr())
+    return torch.frombuffer(block, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride(), 0)
