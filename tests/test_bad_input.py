@@ -130,6 +130,8 @@ def test_predictions(name, value):
     arguments = {"model": "tiny", "batch": 2, "length": 8}
     if name == "limit" and isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return  # a limit on memory: passing it is out of memory, and right
+    if name == "inputs" and isinstance(value, dict) and value:
+        return  # which arguments a model wants, it says itself
     answer = clear("step_memory", lambda: predict.step_memory(**arguments | {name: value}), value)
     assert answer is None or answer.peak > 0
 

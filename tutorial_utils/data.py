@@ -113,7 +113,7 @@ def loader(
     from transformers import DataCollatorWithPadding
 
     if type(batch_size) is not int or batch_size < 1:
-        raise ValueError(f"batch_size was {batch_size}; accepted: 1 or more")
+        raise ValueError(f"batch_size was {batch_size!r}; accepted: 1 or more")
     if padding not in ("longest", "max_length"):
         raise ValueError(f'padding was {padding!r}; accepted: "longest" or "max_length"')
     examples = encode(rows, tokenizer, length)

@@ -114,7 +114,7 @@ def bars(values: dict[str, float], unit: str):
     _some("values", values, numbers.Real)
     if (axes := _axes(0.7 + 0.3 * len(values))) is None:
         return
-    drawn = axes.barh(list(values), list(values.values()), color=COLOURS["weights"], height=0.65)
+    drawn = axes.barh(list(values), list(map(float, values.values())), color=COLOURS["weights"], height=0.65)
     axes.bar_label(drawn, [f"{value:.3g}" for value in values.values()], padding=3, color=_TEXT)
     axes.margins(x=0.12)
     axes.invert_yaxis()

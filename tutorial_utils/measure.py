@@ -86,7 +86,7 @@ def memory(step: Callable[[], object], model, optimizer=None, inputs=(), card: i
     if not callable(step):
         raise ValueError(f"step was {step!r}; accepted: a function without arguments that makes one training step")
     if not isinstance(model, torch.nn.Module) or next(model.parameters(), None) is None:
-        raise ValueError(f"model was {str(model)[:60]!r}; accepted: a torch.nn.Module with parameters")
+        raise ValueError(f"model was {repr(model)[:60]}; accepted: a torch.nn.Module with parameters")
     device = next(model.parameters()).device
     if optimizer is not None and not optimizer.state:
         with Tracker(model, optimizer, inputs, card):

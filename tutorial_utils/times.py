@@ -107,7 +107,7 @@ def timing(
     """
     global _patience
     if not all(isinstance(count, int) for count in (rounds, warmup)) or rounds < 1 or warmup < 0:
-        raise ValueError(f"rounds was {rounds}, warmup {warmup}; accepted: 1 or more, 0 or more")
+        raise ValueError(f"rounds was {rounds!r}, warmup {warmup!r}; accepted: 1 or more, 0 or more")
     if not isinstance(steps, dict) or not steps or not all(map(callable, steps.values())):
         raise ValueError(f"steps was {steps!r}; accepted: functions by name, one or more")
     for _ in range(warmup):
