@@ -176,7 +176,9 @@ def _show(axes, legend: bool = True, show=None):
     except ImportError:
         return
     if legend:
-        axes.figure.legend(loc="outside lower center", ncols=3, frameon=False, labelcolor=_TEXT)
+        longest = max((len(str(label)) for label in axes.get_legend_handles_labels()[1]), default=0)
+        columns = max(1, min(3, 62 // (longest + 5)))  # what 480 pixels hold: a wider legend is cut off
+        axes.figure.legend(loc="outside lower center", ncols=columns, frameon=False, labelcolor=_TEXT)
     png = io.BytesIO()
     axes.figure.savefig(png, format="png", dpi=192, transparent=True)
     (show or display)(Image(png.getvalue(), width=480))

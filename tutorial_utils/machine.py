@@ -181,7 +181,7 @@ def _excuse_cells():
     def judge(result):
         if failed:
             kind, error, traceback, offset = failed.pop()
-            if excused(error, result.info.raw_cell):
+            if excused(error, shell.transform_cell(result.info.raw_cell)):  # Python, also where it has magics
                 result.error_in_exec = None
             else:
                 shell.showtraceback((kind, error, traceback), tb_offset=offset)

@@ -38,6 +38,8 @@ def config(name: str, num_labels: int = 2, **changes):
         raise ValueError(f"num_labels was {num_labels!r}; accepted: 1 to {MOST_LABELS:,}")
     fields = {key: value for key, value in _facts()[name].items() if key != "hub"}
     plain = AutoConfig.for_model(**{**fields, **NO_CACHE}, num_labels=num_labels)
+    if not changes:
+        return plain
     if unknown := [key for key in changes if not hasattr(plain, key)]:
         accepted = ", ".join(key for key in plain.to_dict() if key[0] != "_")
         raise ValueError(

@@ -21,7 +21,7 @@ from tutorial_utils import machine
 
 MiB = 2**20
 VALUES = ("all", "small", "none")
-# Of the card's memory, gone before the first tensor: the CUDA context. The readings of facts/gpus.toml are about this.
+# Of the card's memory, gone before the first tensor: the CUDA context. About 300 MB: pytorch issue 107667.
 CONTEXT = 300 * MiB
 ALL_COPIES, SMALL_COPIES = 1 << 62, 1 << 20  # bytes of a copy that is carried out, at most
 DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")  # of Linux, and of Windows' subsystem for it
@@ -58,7 +58,6 @@ def start(
     os.environ.update({f"VGPU_{name.upper()}": str(value) for name, value in described.items()})
     # torch finds them by their names, loaded already: no loader's path is touched.
     _libraries.extend(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL) for library in libraries)
-    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     os.environ["VGPU_KERNELS"] = str(_kernels(chosen.capability))
     from . import arithmetic
 

@@ -9,7 +9,7 @@ MOST elements and on anything of at most FEW.
 import ctypes
 import threading
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -109,7 +109,7 @@ def _computed(name, judged):
         if any(is_tensor and isinstance(a, (bool, int, float)) for is_tensor, a in zip(tensors, arguments)):
             beside = next(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
             arguments = [_number(a, beside) if is_tensor else a for is_tensor, a in zip(tensors, arguments)]
-        with drawn_as_on_cuda() if random and judged is _always else warnings.catch_warnings():
+        with drawn_as_on_cuda() if random and judged is _always else nullcontext():
             result = own(keys, *arguments, **options)
             if judged(
                 [result, *(leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, torch.Tensor))]

@@ -4,7 +4,7 @@ import torch
 
 from .arithmetic import drawn_as_on_cuda, here, own_kernel, write
 
-EFFICIENT, FLASH, CUDNN = (f"_scaled_dot_product_{name}_attention" for name in ("efficient", "flash", "cudnn"))
+EFFICIENT, FLASH = (f"_scaled_dot_product_{name}_attention" for name in ("efficient", "flash"))
 
 
 def kernels() -> dict:
