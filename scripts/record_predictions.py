@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -63,12 +64,13 @@ def this_gpu() -> machine.Gpu:
     here = machine.facts()
     if here.device != "cuda":
         raise RuntimeError("no GPU that this torch can use: run it where there is one; nothing was written")
-    return machine.Gpu(here.name, here.memory, here.capability)
+    chip = torch.cuda.get_device_properties(0)
+    return machine.Gpu(here.name, here.memory, here.capability, chip.total_memory, chip.multi_processor_count)
 
 
 def predicted(cell: dict, gpu: machine.Gpu) -> predict.Prediction:
     choices = {name: value for name, value in cell.items() if name != "imitated"}
-    card = machine.Gpu(gpu.name, gpu.memory, T4) if "imitated" in cell else gpu
+    card = replace(gpu, capability=T4) if "imitated" in cell else gpu
     return predict.step_memory(**choices, card=card)
 
 

@@ -227,9 +227,21 @@ class Gpu:
     short: str | None = None  # the name alone that means this card of several
 
     @property
+    def threads(self) -> int:
+        """That one multiprocessor holds at once, by its compute capability."""
+        return limits(self.capability)["threads"]
+
+    @property
     def usable(self) -> int:
         """Bytes that a process can have, at least: 14.56 of a T4's 15.00 GiB, 23.64 of an RTX 4090's 23.99."""
         return self.memory * 97 // 100
+
+
+@cache
+def limits(capability: tuple[int, int]) -> dict[str, int]:
+    """What a multiprocessor of that compute capability holds at most: facts/capabilities.toml."""
+    facts = tomllib.loads((Path(__file__).parent / "facts" / "capabilities.toml").read_text(encoding="utf-8"))
+    return facts["{}.{}".format(*capability)]
 
 
 @cache

@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from . import kernels
 from .times import Figure, Timing, timing
 
 __all__ = ["Figure", "Memory", "Timing", "Tracker", "memory", "timing"]
@@ -123,19 +124,20 @@ class Tracker(TorchDispatchMode):
     that becomes a gradient counts as a gradient from its birth.
     """
 
-    def __init__(self, model, optimizer=None, inputs=(), card: int | None = None, inside_kernels: bool = True):
+    def __init__(self, model, optimizer=None, inputs=(), card: int | None = None, held: Callable | None = None):
         super().__init__()
         if card is not None and (type(card) is not int or card < 1):
             raise ValueError(f"card was {card!r}; accepted: a number of bytes, such as machine.card({'Tesla T4'!r})")
         if hasattr(model, "_orig_mod") or any(module._compiled_call_impl for module in model.modules()):
             raise ValueError("model has compiled modules, whose plain code would run here: ask the allocator")
         self.model, self.optimizer, self.card = model, optimizer, card
-        self.inside_kernels = inside_kernels  # on a CPU; those for CUDA are not written in Python
         self.device = next(model.parameters()).device
+        # operation, arguments and its number → what its kernel holds besides its results
+        self.held = held or (kernels.on_cpu if self.device.type == "cpu" else lambda *_: ())
         self.bytes = 0
         self._blocks = {}  # address of a live storage → _Block
         self.events = []  # (operation, bytes born or less than 0 for died, block)
-        self._phases = []
+        self.phases = []  # of each operation: "forward", "backward" or "optimizer"
         self._stepping, self._recording = False, True
         self._owners = {}  # module or parameter → name
         self._inside = []  # names of the modules whose forward is running
@@ -180,26 +182,29 @@ class Tracker(TorchDispatchMode):
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward:
             func = IN_PLACE.get(func, func)
-        inside = self.inside_kernels and self.device.type == "cpu"
-        if inside and (kernel := _python_kernel(func)):
+            if isinstance(self.held, kernels.OnCuda) and kernels.accumulates_in_place(func, args):
+                func = aten.add_.Tensor
+        if self.held is kernels.on_cpu and (kernel := _python_kernel(func)):
             super().__enter__()  # this mode is not in force while it handles an operation
             try:
                 return kernel(*args, **(kwargs or {}))
             finally:
                 super().__exit__(None, None, None)
-        workspace = _workspace(func, args) if inside else None
-        self._mark(workspace, "temporary")
         result = func(*args, **(kwargs or {}))
-        self._phases.append("optimizer" if self._stepping else "backward" if in_backward else "forward")
+        self.phases.append("optimizer" if self._stepping else "backward" if in_backward else "forward")
         # Gradients are off in backward, unless checkpointing computes the forward pass again.
         role = "activations" if in_backward and torch.is_grad_enabled() else "temporary"
-        for tensor in tree_leaves(args if result is None else result):  # of lists, in place
+        made = tree_leaves(args if result is None else result)  # of lists, in place
+        for tensor in reversed(made) if func in kernels.LAST_FIRST else made:
             self._mark(tensor, role, func)
+        inside = self.held(func, args, len(self.phases))
+        for tensor in inside:
+            self._mark(tensor, "temporary", func)
         return result
 
     def restart(self):
         """Forget what has happened, but not what lives: the next step is the first of the report."""
-        self._phases.clear()
+        self.phases.clear()
         self.events = [(0, block.size, block) for block in self._blocks.values()]
         for block in self._blocks.values():
             block.born = 0
@@ -214,7 +219,7 @@ class Tracker(TorchDispatchMode):
         timeline = []
         events = iter(self.events)
         event = next(events, None)
-        for operation in range(len(self._phases) + 1):
+        for operation in range(len(self.phases) + 1):
             moments = []  # within the operation: its arguments die after its results are born
             while event is not None and event[0] <= operation:
                 counters[event[2].role] += event[1]
@@ -223,7 +228,7 @@ class Tracker(TorchDispatchMode):
             timeline.append(max(moments, key=sum, default=tuple(counters.values())))
         highest = max(timeline, key=sum)
         modules = {name: size for name, size in modules.most_common() if size}
-        return Memory(sum(highest), dict(zip(ROLES, highest)), timeline, ["start", *self._phases], modules=modules)
+        return Memory(sum(highest), dict(zip(ROLES, highest)), timeline, ["start", *self.phases], modules=modules)
 
     def _entered(self, module, _):
         self._inside.append(self._owners.get(module, self._inside[-1] if self._inside else ""))
@@ -243,14 +248,14 @@ class Tracker(TorchDispatchMode):
             size = storage.nbytes()
             if self.card is not None and self.bytes + size > self.card:
                 raise torch.OutOfMemoryError(self._out_of_memory(size, func))
-            outside = f"({self._phases[-1] if self._phases else 'start'})"
+            outside = f"({self.phases[-1] if self.phases else 'start'})"
             owner = owner or (self._inside[-1] if self._inside else outside)
-            block = _Block(size, role, owner, len(self._phases))
+            block = _Block(size, role, owner, len(self.phases))
             key, self_reference = storage._cdata, weakref.ref(self)
             block.reference = weakref.ref(storage, lambda _: Tracker._died(self_reference, key))
             self._blocks[key] = block
             self.bytes += size
-            self.events.append((len(self._phases), size, block))
+            self.events.append((len(self.phases), size, block))
         elif ROLES.index(role) < ROLES.index(block.role):
             block.role, block.owner = role, owner or block.owner
 
@@ -260,7 +265,7 @@ class Tracker(TorchDispatchMode):
         if self is not None and self._recording:
             block = self._blocks.pop(key)
             self.bytes -= block.size
-            self.events.append((len(self._phases), -block.size, block))
+            self.events.append((len(self.phases), -block.size, block))
 
     def _pack(self, tensor):
         block = self._blocks.get(tensor.untyped_storage()._cdata)
@@ -268,7 +273,7 @@ class Tracker(TorchDispatchMode):
             return tensor
         self._mark(tensor, "activations")
         # An operation's own output would hold the graph that holds it, and never be freed without backward.
-        is_output = block.born == len(self._phases) or tensor._version > 0
+        is_output = block.born == len(self.phases) or tensor._version > 0
         return tensor.detach() if is_output and not tensor.is_leaf else tensor
 
     def _mark_state(self):
@@ -287,7 +292,7 @@ class Tracker(TorchDispatchMode):
             parts[block.role] += block.size
         held = ", ".join(f"{role} {size / MiB:,.0f}" for role, size in parts.items() if size)
         return (
-            f"virtual card of {self.card / MiB:,.0f} MiB: {func or 'set-up'} in the {(self._phases or ['set-up'])[-1]} "
+            f"virtual card of {self.card / MiB:,.0f} MiB: {func or 'set-up'} in the {(self.phases or ['set-up'])[-1]} "
             f"asked for {size / MiB:,.1f} MiB more while {self.bytes / MiB:,.0f} MiB were held ({held}, in MiB)"
         )
 
@@ -299,15 +304,6 @@ def _python_kernel(func):
     from bitsandbytes.backends.cpu import ops
 
     return getattr(ops, f"_{func._opname}_cpu", None)
-
-
-def _workspace(func, args):
-    """What a CPU kernel holds besides its results: scatter_add_ adds up halves in fp32.
-
-    Source: the accumulation buffer in ATen's cpu/ScatterGatherKernel.cpp.
-    """
-    if func is aten.scatter_add_.default and args[0].dtype in (torch.float16, torch.bfloat16):
-        return args[0].float()
 
 
 @dataclass(eq=False)

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from . import machine, measure, models, names
+from . import kernels, machine, measure, models, names
 from .measure import MiB
 
 MOST = 1_000_000  # of texts, tokens and the like: beyond it sizes in bytes overflow
@@ -157,7 +157,8 @@ def step_memory(
             chosen.step()  # the state of the steps before
             if accumulate == 1:  # else the micro-batches before have left theirs
                 chosen.zero_grad()
-        with measure.Tracker(network, chosen, inputs, limit, inside_kernels=device == "cpu") as tracker:
+        held = kernels.OnCuda(gpu) if device == "cuda" else kernels.on_cpu
+        with measure.Tracker(network, chosen, inputs, limit, held) as tracker:
             if step is None:
                 _step(network, chosen, inputs, precision, accumulate)
             else:
@@ -503,7 +504,7 @@ def _attention_kernel(gpu, query, mask, enable_gqa, value) -> str:
 
 def _additive(mask, dtype):
     if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -torch.inf)
+        mask = torch.where(mask, torch.zeros((), dtype=dtype), torch.full((), -torch.inf, dtype=dtype))
     return mask.to(dtype)
 
 
@@ -526,13 +527,25 @@ def _add_card(prediction, tracker, gpu):
     for operation, size, block in tracker.events:
         if operation == 0 and size > 0:
             held.setdefault(block.role, []).append((block, True))
-    state, gradients = held.pop("optimizer state", []), held.pop("gradients", [])
-    first = [*itertools.chain(*held.values()), ("forward", True), ("backward", True), *gradients]
-    step = [(block, size > 0) for operation, size, block in tracker.events if operation > 0]
-    lives = {block: born for block, born in step}  # after the step
+    state = held.pop("optimizer state", [])
+    first = list(itertools.chain(*held.values()))
+    until, stepping, multiplied = [], [], []  # events up to the optimizer, in it; how many until a thread multiplies
+    for operation, size, block in tracker.events:
+        if operation == 0:
+            continue
+        for thread, product in tracker.held.products.items():
+            if thread not in dict(multiplied) and (operation, size < 0) > (product, False):
+                multiplied.append((thread, len(until)))
+        in_optimizer = stepping or tracker.phases[operation - 1] == "optimizer"
+        (stepping if in_optimizer else until).append((block, size > 0))
+    step = [*until, *stepping]
+    lives = dict(step)  # whether, after the step
     left = [(block, False) for block, born in step if born and lives[block]]
     again = [(block, True) for block, _ in first if not lives.get(block, True)]
-    sequence = [*first, *step, *left, *state, *again, *step]
+    once = list(until)
+    for thread, position in reversed(multiplied):
+        once.insert(position, (thread, True))
+    sequence = [*first, *once, *state, *stepping, *left, *again, *step]
 
     def run(room=None):
         allocator = _Allocator(room)

@@ -14,7 +14,6 @@ import ctypes
 import os
 import sys
 import time
-import tomllib
 from pathlib import Path
 
 from tutorial_utils import machine
@@ -71,7 +70,7 @@ def described_by(card: machine.Gpu, facts: dict[str, int]) -> dict[str, int]:
     if card.capability is None:
         raise ValueError(f"card was {card.name!r}; accepted: {', '.join(machine.gpus())}, or a word of one")
     major, minor = card.capability
-    limits = capabilities()[f"{major}.{minor}"]
+    limits = machine.limits(card.capability)
     known = {
         "total": card.total, "multiprocessors": card.multiprocessors, "threads": limits["threads"],
         "blocks": limits["blocks"], "shared": limits["shared_kib"] * 1024,
@@ -89,11 +88,6 @@ def _kernels(capability: tuple[int, int]) -> int:
     major, minor = capability
     numbers = [int(name.removeprefix("sm_")) for name in torch._C._cuda_getArchFlags().split() if name[3:].isdigit()]
     return max((number for number in numbers if number // 10 == major and number % 10 <= minor), default=0)
-
-
-def capabilities() -> dict[str, dict[str, int]]:
-    """Limits by compute capability, such as "7.5"."""
-    return tomllib.loads(Path(__file__).with_name("capabilities.toml").read_text(encoding="utf-8"))
 
 
 def report() -> str:
