@@ -38,17 +38,55 @@ class OnCuda:
     def __call__(self, func, args, number):
         if func in PRODUCTS:
             self.products.setdefault("forward" if torch._C._current_graph_task_id() == -1 else "backward", number)
+        known = self.gpu is not None and self.gpu.multiprocessors
         if func is aten._softmax_backward_data.default:
-            return (torch.empty_like(args[0]),)  # the gradient times the output. Source: ATen's cuda/SoftMax.cu
-        if func in SUMS and self.gpu is not None and self.gpu.multiprocessors:
+            sizes = (args[0].nbytes,)  # the gradient times the output. Source: ATen's cuda/SoftMax.cu
+        elif func in SUMS and known:
             sizes = sum_buffer(args[0].shape, args[0].stride(), _dims(args), self.gpu)
-            return [torch.empty(size, dtype=torch.uint8) for size in sizes]
-        return ()
+        elif func is aten._scaled_dot_product_efficient_attention_backward.default:
+            sizes = efficient_buffers(args[1], args[2], self.gpu if known else None)
+        elif func is aten._scaled_dot_product_flash_attention_backward.default:
+            sizes = flash_buffers(args[1], args[2])
+        else:
+            sizes = ()
+        return [torch.empty(size, dtype=torch.uint8) for size in sizes]
 
 
 def _dims(args):
     dims = args[1] if len(args) > 1 and args[1] else range(args[0].dim())
     return {dim % max(args[0].dim(), 1) for dim in dims}
+
+
+def efficient_buffers(query, key, gpu: machine.Gpu | None) -> tuple[int, ...]:
+    """Bytes that memory-efficient attention holds in its backward pass: row sums, and a query's gradient in fp32.
+
+    Gradients are added up in tiles of rows × columns, each with two locks. Source: the kernels of cutlassB.h and
+    GradQTempStorage of kernel_backward.h in ATen's transformers/cuda/mem_eff_attention.
+    """
+    (batch, heads, length, width), half = query.shape, query.dtype != torch.float32
+    large = gpu is not None and machine.limits(gpu.capability)["shared_kib"] >= 160
+    rows, columns, whole = 64, 64, False  # whole: the gradients of keys and values too
+    if width > 64 and half:
+        rows, columns = 128, 128 if large else 64
+        whole = width > 128 or not large and width > 96 and (gpu is None or gpu.capability >= (8, 0))
+    elif width > 64 and large:
+        rows = 128
+    tiles = -(-length // rows) * -(-width // columns)
+    keys = 2 * 4 * key.shape[-2] * width if whole else 0
+    return 4 * batch * heads * length, batch * heads * (tiles * (4 * rows * columns + 16) + keys)
+
+
+def flash_buffers(query, key) -> tuple[int, ...]:
+    """Bytes that flash attention holds in its backward pass: row sums, and a query's gradient in fp32.
+
+    Where queries share keys, the gradients of keys and values for each query too. Source: mha_bwd in ATen's
+    transformers/cuda/flash_attn/flash_api.cpp.
+    """
+    batch, heads, length, width = query.shape
+    rows, columns = -(-length // 128) * 128, -(-width // 32) * 32
+    sizes = 4 * batch * heads * rows, 4 * batch * heads * rows * columns
+    shared = (batch * heads * key.shape[-2] * width * query.itemsize,) * 2 if heads != key.shape[1] else ()
+    return (*sizes, *shared)
 
 
 def accumulates_in_place(func, args) -> bool:
