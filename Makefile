@@ -49,7 +49,7 @@ platform:
 # The CUDA build of torch on a card that is not there; needs gcc. `make virtual-gpu-test` tries it.
 virtual-gpu: $(VIRTUAL)/installed
 virtual-gpu-test: $(VIRTUAL)/installed
-	VIRTUAL_GPU=$(VIRTUAL)/bin/python $(PYTEST) tests/virtual_gpu
+	VIRTUAL_GPU_PYTHON=$(VIRTUAL)/bin/python $(PYTEST) tests/virtual_gpu
 
 $(VIRTUAL)/installed: requirements.txt .venv/installed
 	$(BIN)/python -m virtual_gpu.environment $(VIRTUAL)

@@ -92,7 +92,7 @@ def _reported(written: dict, result: dict) -> dict:
     from tutorial_utils import bounds
 
     parts = [f"left out: {what} ({package})" for package, what in written["left_out"].items()]
-    for verdict in (bounds.UNRECORDED, bounds.BUSY):
+    for verdict in bounds.UNJUDGED:
         names = [name for name, given in written["not_judged"].items() if given == verdict]
         if names:
             parts.insert(0, f"{verdict}: {', '.join(names)}")

@@ -1,7 +1,7 @@
 """Measure a grid of training steps on this GPU beside their predictions: make record-predictions
 
-Alone on the GPU, about eight minutes. Writes facts/predictions/<gpu>.json: for each step the predicted and the
-measured tensor memory and card bytes, with versions and date. scripts/stamp.py puts the summary into README.md.
+Alone on the GPU, about eight minutes; on a virtual one with CARD=T4. Writes facts/predictions/<gpu>.json: for each step
+the bytes of BYTES, predicted and measured, with versions and date. scripts/stamp.py puts the summary into README.md.
 """
 
 import argparse
@@ -10,8 +10,6 @@ import importlib.util
 import statistics
 import sys
 import time
-from contextlib import nullcontext
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -24,7 +22,8 @@ from tutorial_utils import bounds, machine, measure, models, predict  # noqa: E4
 
 FOLDER = ROOT / "tutorial_utils" / "facts" / "predictions"
 MINUTES = 8
-T4 = (7, 5)  # compute capability
+# Of tensors, as the caching allocator rounds them, as it holds them, and of the card with all that lives there.
+BYTES = ("tensors", "allocated", "reserved", "card")
 
 SHAPES = [
     ("bert-base-uncased", 32, 128), ("bert-large-uncased", 32, 128), ("bert-large-uncased", 8, 512),
@@ -41,7 +40,7 @@ ROTATING = [
 
 
 def grid() -> list[dict]:
-    """The steps to measure, as arguments of `predict.step_memory`; "imitated" where they take a T4's attention."""
+    """The steps to measure, as arguments of `predict.step_memory`."""
     cells = []
     for number, (model, batch, length) in enumerate(SHAPES):
         shape = {"model": model, "batch": batch, "length": length}
@@ -52,7 +51,7 @@ def grid() -> list[dict]:
             shape | ROTATING[number % len(ROTATING)],
         ]
         if "deberta" not in model and number % 2 == 0:
-            cells.append(shape | {"precision": "fp16", "imitated": "T4"})
+            cells.append(shape | {"precision": "fp16"})
         if "deberta" not in model and number % 3 == 0:
             cells.append(shape | {"attention": "eager"})
     llama = {"model": "llama-2-7b", "batch": 2, "length": 512, "precision": "bf16-pure", "lora": 8, "checkpointing": 1}
@@ -68,10 +67,9 @@ def this_gpu() -> machine.Gpu:
     return machine.Gpu(here.name, here.memory, here.capability, chip.total_memory, chip.multi_processor_count)
 
 
-def predicted(cell: dict, gpu: machine.Gpu) -> predict.Prediction:
-    choices = {name: value for name, value in cell.items() if name != "imitated"}
-    card = replace(gpu, capability=T4) if "imitated" in cell else gpu
-    return predict.step_memory(**choices, card=card)
+def in_bytes(prediction: predict.Prediction) -> dict[str, int]:
+    """By the names of BYTES."""
+    return dict(zip(BYTES, (prediction.peak, prediction.allocated, prediction.reserved, prediction.card_bytes)))
 
 
 def training(cell: dict, device: str):
@@ -113,21 +111,21 @@ def training(cell: dict, device: str):
 
 
 def measured(cell: dict) -> dict:
-    """{"tensors": …, "card": …}: bytes on this GPU. The card's are all that is in use on it."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    a_t4s = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    """The names of BYTES → bytes on this GPU, of the first two steps. The card's are all that is in use on it."""
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
+    step, model, optimizer, inputs = training(cell, "cuda")
+    gc.collect()
     torch.cuda.empty_cache()
-    with sdpa_kernel(a_t4s) if "imitated" in cell else nullcontext():
-        step, model, optimizer, inputs = training(cell, "cuda")
-        step()
-        step()
-        torch.cuda.synchronize()
-        free, total = torch.cuda.mem_get_info()
-        tensors = measure.memory(step, model, optimizer, inputs).peak
-    return {"tensors": tensors, "card": total - free}
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    step()
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    peaks = torch.cuda.memory_stats()
+    tensors = measure.memory(step, model, optimizer, inputs).peak
+    allocated, reserved = (peaks[f"{name}_bytes.all.peak"] for name in ("allocated", "reserved"))
+    return dict(zip(BYTES, (tensors, allocated, reserved, total - free)))
 
 
 def why_not(cell: dict, prediction: predict.Prediction, bf16: bool) -> str:
@@ -143,8 +141,8 @@ def record(cells: list[dict], gpu: machine.Gpu, bf16: bool, minutes: float) -> l
     """A row for each cell: its choices, predicted and measured bytes, or the reason for leaving it out."""
     rows, started = [], time.monotonic()
     for number, cell in enumerate(cells, 1):
-        prediction = predicted(cell, gpu)
-        row = {**cell, "predicted": {"tensors": prediction.peak, "card": prediction.card_bytes}}
+        prediction = predict.step_memory(**cell, card=gpu)
+        row = {**cell, "predicted": in_bytes(prediction)}
         late = time.monotonic() - started > 60 * minutes
         reason = f"later than {minutes:g} minutes" if late else why_not(cell, prediction, bf16)
         try:
@@ -158,9 +156,9 @@ def record(cells: list[dict], gpu: machine.Gpu, bf16: bool, minutes: float) -> l
     return rows
 
 
-def errors(rows: list[dict]) -> list[float]:
-    """Relative errors of the predicted tensor memory, of the rows that were measured."""
-    pairs = [(row["predicted"]["tensors"], row["measured"]["tensors"]) for row in rows if is_measured(row)]
+def errors(rows: list[dict], name: str = "tensors") -> list[float]:
+    """Relative errors of the predicted bytes of that name, of the rows that were measured."""
+    pairs = [(row["predicted"][name], row["measured"][name]) for row in rows if is_measured(row)]
     return [found / real - 1 for found, real in pairs]
 
 
@@ -169,16 +167,17 @@ def is_measured(row: dict) -> bool:
 
 
 def summary(rows: list[dict]) -> dict:
-    """Cells measured, absolute relative errors, and how often the card held more than its bound."""
-    found = [abs(error) for error in errors(rows)]
-    above = [r for r in rows if is_measured(r) and r["measured"]["card"] > r["predicted"]["card"]]
+    """Cells measured, absolute relative errors, how often the card held more than its bound, and the bound's margin."""
+    found = {name: sorted(map(abs, errors(rows, name))) for name in BYTES[:-1]}
+    margins = errors(rows, "card")
     failed = [row for row in rows if row.get("measured") == "out of memory"]
     return {
         "cells": len(rows),
-        "measured": len(found),
-        "median_error": statistics.median(found) if found else None,
-        "worst_error": max(found, default=None),
-        "above_the_card_bound": len(above) + len(failed),
+        "measured": len(margins),
+        "median_error": {name: statistics.median(values) for name, values in found.items() if values},
+        "worst_error": {name: values[-1] for name, values in found.items() if values},
+        "above_the_card_bound": sum(margin < 0 for margin in margins) + len(failed),
+        "median_margin": statistics.median(margins) if margins else None,
     }
 
 

@@ -156,23 +156,30 @@ def predictors_table(content: dict) -> str:
 def predictions_table(recordings: list[dict]) -> str:
     """What scripts/record_predictions.py measured, a row for each GPU."""
     lines = [
-        "| GPU | measured | median error | worst error | above the card's bound | versions | date |",
-        "|---|---|---|---|---|---|---|",
+        "| GPU | counted | tensors: median error, worst | reserved: median, worst | above the card's bound | "
+        "the bound's margin | versions | date |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for content in recordings:
         found = content["summary"]
         versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
-        cells = [content["machine"]["name"], f"{found['measured']} of {found['cells']}", *errors(found)]
-        lines.append("| " + " | ".join([*cells, str(found["above_the_card_bound"]), versions, content["date"]]) + " |")
-    if not recordings:
-        lines.append("| any | open until measured: `make record-predictions` | – | – | – | – | – |")
+        cells = [content["machine"]["name"], f"{found['measured']} of {found['cells']}"]
+        for name in ("tensors", "reserved"):
+            both = (found[kind].get(name) for kind in ("median_error", "worst_error"))
+            cells.append(", ".join(percent(value) for value in both))
+        cells += [str(found["above_the_card_bound"]), percent(found["median_margin"]), versions, content["date"]]
+        lines.append("| " + " | ".join(cells) + " |")
+    if all("virtual" in content["machine"]["name"] for content in recordings):
+        lines.append("| any real one | open until measured: `make record-predictions` | – | – | – | – | – | – |")
     return "\n".join(lines)
 
 
 def errors(found: dict) -> list[str]:
-    if found["median_error"] is None:
-        return ["–", "–"]
-    return [f"{100 * found[name]:.{1 if found[name] >= 0.001 else 3}f} %" for name in ("median_error", "worst_error")]
+    return [percent(found[name]) for name in ("median_error", "worst_error")]
+
+
+def percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.{1 if share >= 0.001 else 3}f} %"
 
 
 def between(text: str, name: str, content: str) -> str:

@@ -24,6 +24,8 @@ from .times import Figure
 FACTS = Path(__file__).parent / "facts"
 BUSY = "not judged: this machine is busy"
 UNRECORDED = "not judged: no machine of this class was recorded"
+VIRTUAL = "no times on a virtual GPU"
+UNJUDGED = (BUSY, UNRECORDED, VIRTUAL)
 _AGAIN = "write it again with `make record`"
 
 
@@ -42,6 +44,8 @@ class Bound:
     def verdict(self) -> str:
         """ "inside", "outside", BUSY or UNRECORDED. Where figures are the point, an unsettled time is outside."""
         settled = getattr(self.value, "settled", True)
+        if self.source == VIRTUAL:
+            return VIRTUAL
         if not settled and strict():
             return "outside"
         if self.source == UNRECORDED:
@@ -76,7 +80,7 @@ class Verdict(Table):
             form = size if bound.figure.endswith("_bytes") else "{:.3g}".format
             value, low, high = map(form, (bound.value, bound.low, bound.high))
             judged = bound.verdict in ("inside", "outside")
-            limits = "–" if bound.source == UNRECORDED else f"{low} to {high}"
+            limits = "–" if bound.source in (UNRECORDED, VIRTUAL) else f"{low} to {high}"
             by = bound.source if judged else bound.verdict
             rows.append({"figure": name, "value": value, "bound": limits, "by": by})
         super().__init__(rows)
@@ -120,7 +124,7 @@ def compare(lesson: str, figures: dict[str, float], predicted: dict[str, float] 
             f"each figure needs its bound there"
         )
     sources = {"recorded": _recorded(lesson, here, figures), "predicted": predicted or {}}
-    bounds = [_bound(name, value, expected[name], here.backend, sources) for name, value in figures.items()]
+    bounds = [_bound(name, value, expected[name], here, sources) for name, value in figures.items()]
     verdict = Verdict(lesson, bounds)
     _report(lesson, figures, verdict)
     return verdict
@@ -196,8 +200,10 @@ def _recorded(lesson: str, here, figures) -> dict[str, float]:
     return values
 
 
-def _bound(name: str, value: float, expected: dict, backend: str, sources: dict[str, dict]) -> Bound:
-    why = expected["why"]
+def _bound(name: str, value: float, expected: dict, here, sources: dict[str, dict]) -> Bound:
+    why, backend = expected["why"], here.backend
+    if here.virtual and isinstance(value, Figure):
+        return Bound(name, value, 0.0, math.inf, VIRTUAL, why)
     if not name.endswith("_bytes"):
         other_times = backend == "cpu-other" and backend not in expected and isinstance(value, Figure)
         if other_times or not expected["range"]:
@@ -220,7 +226,7 @@ def _report(lesson: str, figures: dict, verdict: Verdict | None = None):
         judged = {
             "inside": verdict and not verdict.outside,
             "not_judged": {
-                bound.figure: bound.verdict for bound in verdict.bounds if bound.verdict in (BUSY, UNRECORDED)
+                bound.figure: bound.verdict for bound in verdict.bounds if bound.verdict in UNJUDGED
             }
             if verdict
             else {},

@@ -64,7 +64,7 @@ def efficient_buffers(query, key, gpu: machine.Gpu | None) -> tuple[int, ...]:
     GradQTempStorage of kernel_backward.h in ATen's transformers/cuda/mem_eff_attention.
     """
     (batch, heads, length, width), half = query.shape, query.dtype != torch.float32
-    large = gpu is not None and machine.limits(gpu.capability)["shared_kib"] >= 160
+    large = gpu is not None and machine.multiprocessor(gpu.capability)["shared_kib"] >= 160
     rows, columns, whole = 64, 64, False  # whole: the gradients of keys and values too
     if width > 64 and half:
         rows, columns = 128, 128 if large else 64

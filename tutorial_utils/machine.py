@@ -3,6 +3,7 @@
 import ast
 import importlib.metadata
 import importlib.util
+import json
 import logging
 import os
 import platform
@@ -13,7 +14,7 @@ import tempfile
 import tomllib
 import warnings
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -47,6 +48,7 @@ class Machine:
     kernels: bool  # whether this build of torch has kernels for this GPU
     versions: dict[str, str]
     bf16_units: bool = True  # whether it computes bf16 in hardware, which a CPU may only emulate
+    virtual: str | None = None  # of a virtual GPU, which values it computes: its memory is real, its times are not
 
     @property
     def backend(self) -> str:
@@ -63,8 +65,9 @@ class Machine:
 
     @property
     def slug(self) -> str:
-        """The name of its file in facts/bounds: "cpu", or the GPU's name in lower case."""
-        return "cpu" if self.device == "cpu" else re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+        """The name of its file in facts/bounds: "cpu", or the GPU's name in lower case, such as "virtual-t4"."""
+        name = re.sub(r"^(virtual )(Tesla|NVIDIA) ", r"\1", self.name)
+        return "cpu" if self.device == "cpu" else re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,10 @@ def facts() -> Machine:
     if not _has_kernels(capability, torch.cuda.get_arch_list()):
         return Machine(properties.name, "cpu", _main_memory(), cores, capability, True, False, versions, units)
     bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    return Machine(properties.name, "cuda", properties.total_memory, cores, capability, bf16, True, versions)
+    here = Machine(properties.name, "cuda", properties.total_memory, cores, capability, bf16, True, versions)
+    if virtual := os.environ.get("VIRTUAL_GPU"):  # what virtual_gpu.start was given
+        return replace(here, name=f"virtual {here.name}", virtual=json.loads(virtual)["values"])
+    return here
 
 
 _may_install = False  # from the network; set by `start`
@@ -210,7 +216,8 @@ def limits(here: Machine) -> list[str]:
 
 def preset(here: Machine) -> Preset:
     """The largest of the course's sizes that leaves a quarter or more of this machine's memory free."""
-    if here.device == "cpu" or here.memory < 5.5 * GiB:  # 6 GB cards have 5.8 for a process
+    slow = here.device == "cpu" or here.virtual == "all"  # a virtual GPU computes on this CPU
+    if slow or here.memory < 5.5 * GiB:  # 6 GB cards have 5.8 for a process
         return Preset("tiny", "pretrained", 32, 128)
     return Preset("bert-large-uncased" if here.memory > 14 * GiB else "bert-base-uncased", "random", 32, 128)
 
@@ -229,7 +236,7 @@ class Gpu:
     @property
     def threads(self) -> int:
         """That one multiprocessor holds at once, by its compute capability."""
-        return limits(self.capability)["threads"]
+        return multiprocessor(self.capability)["threads"]
 
     @property
     def usable(self) -> int:
@@ -238,7 +245,7 @@ class Gpu:
 
 
 @cache
-def limits(capability: tuple[int, int]) -> dict[str, int]:
+def multiprocessor(capability: tuple[int, int]) -> dict[str, int]:
     """What a multiprocessor of that compute capability holds at most: facts/capabilities.toml."""
     facts = tomllib.loads((Path(__file__).parent / "facts" / "capabilities.toml").read_text(encoding="utf-8"))
     return facts["{}.{}".format(*capability)]

@@ -11,9 +11,12 @@ themselves, are not known here.
 
 import atexit
 import ctypes
+import importlib.util
+import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from tutorial_utils import machine
@@ -24,6 +27,7 @@ VALUES = ("all", "small", "none")
 CONTEXT = 300 * MiB
 ALL_COPIES, SMALL_COPIES = 1 << 62, 1 << 20  # bytes of a copy that is carried out, at most
 DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")  # of Linux, and of Windows' subsystem for it
+SETTINGS = "VIRTUAL_GPU"  # a variable of the environment: what start() was given, for the processes it starts
 
 _libraries = []  # while they are loaded, the first is the runtime
 
@@ -40,8 +44,6 @@ def start(
     Raises RuntimeError where torch came first or a driver of NVIDIA's is here, ValueError for what is not accepted,
     and FileNotFoundError without gcc.
     """
-    from . import build
-
     chosen = machine.gpu(card)
     if values not in VALUES:
         raise ValueError(f"values was {values!r}; accepted: {', '.join(VALUES)}")
@@ -53,14 +55,47 @@ def start(
         )
     described = described_by(chosen, facts) | {"context": context, "name": chosen.name}
     described["copy"] = ALL_COPIES if values == "all" else SMALL_COPIES
+    os.environ[SETTINGS] = json.dumps({"values": values, "described": described})
+    inherit()
+    import torch  # noqa: F401
+
+
+def inherit():
+    """Be the card of the process that started this one, if it had one, as soon as torch is imported.
+
+    Called when Python starts in the environment of `make virtual-gpu`: what a script starts is on its card too.
+    """
+    if SETTINGS in os.environ and "torch" not in sys.modules:
+        sys.meta_path.insert(0, _BeforeTorch())
+
+
+class _BeforeTorch:
+    """Finds torch as ever, but loads the libraries before it and what computes values after it."""
+
+    def find_spec(self, name, path, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: _around(partial(load, module))
+        return spec
+
+
+def _around(load_torch):
+    from . import build
+
+    settings = json.loads(os.environ[SETTINGS])
+    described = settings["described"]
     libraries = build.build()
     os.environ.update({f"VGPU_{name.upper()}": str(value) for name, value in described.items()})
     # torch finds them by their names, loaded already: no loader's path is touched.
     _libraries.extend(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL) for library in libraries)
-    os.environ["VGPU_KERNELS"] = str(_kernels(chosen.capability))
+    load_torch()
+    os.environ["VGPU_KERNELS"] = str(_kernels(described["major"], described["minor"]))
     from . import arithmetic
 
-    arithmetic.start(values)
+    arithmetic.start(settings["values"])
     # torch's autograd thread may still let go of the last graph; an interpreter that ends meanwhile aborts.
     atexit.register(time.sleep, 0.2)
 
@@ -70,7 +105,7 @@ def described_by(card: machine.Gpu, facts: dict[str, int]) -> dict[str, int]:
     if card.capability is None:
         raise ValueError(f"card was {card.name!r}; accepted: {', '.join(machine.gpus())}, or a word of one")
     major, minor = card.capability
-    limits = machine.limits(card.capability)
+    limits = machine.multiprocessor(card.capability)
     known = {
         "total": card.total, "multiprocessors": card.multiprocessors, "threads": limits["threads"],
         "blocks": limits["blocks"], "shared": limits["shared_kib"] * 1024,
@@ -81,11 +116,10 @@ def described_by(card: machine.Gpu, facts: dict[str, int]) -> dict[str, int]:
     return {"major": major, "minor": minor} | known | facts
 
 
-def _kernels(capability: tuple[int, int]) -> int:
+def _kernels(major: int, minor: int) -> int:
     """The architecture, of those that torch was built for, whose machine code the card runs, such as 86; 0 for none."""
     import torch
 
-    major, minor = capability
     numbers = [int(name.removeprefix("sm_")) for name in torch._C._cuda_getArchFlags().split() if name[3:].isdigit()]
     return max((number for number in numbers if number // 10 == major and number % 10 <= minor), default=0)
 

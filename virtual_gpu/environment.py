@@ -25,8 +25,10 @@ def make(folder: Path):
         # ===: the release itself, though a file of the build for CPUs, "+cpu", lies nearer.
         pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-compile"]
         subprocess.run([*pip, f"torch==={version}"], check=True)
-        Path(packages, "zz_the_rest.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
-        subprocess.run([python, "-m", "virtual_gpu.build"], check=True, cwd=Path(__file__).parents[1])
+        root = Path(__file__).parents[1]
+        lines = [sysconfig.get_path("purelib"), str(root), "import virtual_gpu; virtual_gpu.inherit()"]
+        Path(packages, "zz_the_rest.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        subprocess.run([python, "-m", "virtual_gpu.build"], check=True, cwd=root)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

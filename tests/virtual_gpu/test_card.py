@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PYTHON = os.environ.get("VIRTUAL_GPU") or str(ROOT / ".virtual_gpu" / "bin" / "python")
+PYTHON = os.environ.get("VIRTUAL_GPU_PYTHON") or str(ROOT / ".virtual_gpu" / "bin" / "python")
 pytestmark = pytest.mark.skipif(not Path(ROOT, PYTHON).exists(), reason="`make virtual-gpu` makes its environment")
 
 

@@ -1,0 +1,89 @@
+"""The predictor beside PyTorch's own allocator, as it counts on a virtual card."""
+
+import pytest
+from test_card import on, pytestmark  # noqa: F401
+
+CARDS = ("T4", "3090", "A100", "H100")
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_the_buffer_of_a_sum(card):
+    """Rows, columns and all of a matrix, any dimensions of what attention has; contiguous and turned."""
+    code = f"""
+import itertools
+from tutorial_utils import kernels, machine
+gpu = machine.gpu({card!r})
+cases = [((rows, columns), dims) for rows in (3, 64, 1000, 4096, 131072) for columns in (1, 2, 4, 64, 768, 1000, 4096)
+         for dims in ((0,), (1,), (0, 1))]
+for shape in ((32, 12, 128, 128), (8, 512, 1024), (8, 24, 384, 64)):
+    cases += [(shape, dims) for n in range(1, len(shape) + 1) for dims in itertools.combinations(range(len(shape)), n)]
+held = 0
+for (shape, dims), dtype, turned in itertools.product(cases, (torch.float32, torch.float16), (False, True)):
+    tensor = torch.empty(shape, device="cuda", dtype=dtype)
+    tensor = tensor.transpose(-1, -2) if turned else tensor
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    result = torch.sum(tensor, dims)
+    counted = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before - result.nbytes
+    expected = sum(kernels.sum_buffer(tensor.shape, tensor.stride(), set(dims), gpu))
+    assert counted == expected, (tuple(tensor.shape), tensor.stride(), dims, dtype, counted, expected)
+    held += counted > 0
+print(held)
+"""
+    assert int(on(card, code, "none")) > 50, "the sums are too small to need a buffer: nothing was tested"
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_what_attention_holds_in_its_backward_pass(card):
+    code = f"""
+from tutorial_utils import kernels, machine
+gpu, F = machine.gpu({card!r}), torch.nn.functional.scaled_dot_product_attention
+found = []
+for dtype in (torch.float32, torch.float16):
+    for width in (32, 64, 128):
+        for length in (100, 128, 512):
+            made = [torch.empty(2, length, 3, width, device="cuda", dtype=dtype).transpose(1, 2).requires_grad_()
+                    for _ in range(3)]
+            output = F(*made)
+            name, gradient = output.grad_fn.name(), torch.empty_like(output)
+            torch.cuda.memory._record_memory_history()
+            output.backward(gradient)
+            trace = torch.cuda.memory._snapshot()["device_traces"][0]
+            torch.cuda.memory._record_memory_history(enabled=None)
+            asked = [event["size"] for event in trace if event["action"] == "alloc"]
+            buffers = kernels.flash_buffers(*made[:2]) if "Flash" in name else kernels.efficient_buffers(*made[:2], gpu)
+            # Widths of which the kernels' own tables decide, to a few bytes of alignment.
+            assert any(abs(size - max(buffers)) <= 1024 for size in asked), (name, dtype, width, length, asked, buffers)
+            found.append(name)
+print(sorted(set(found)))
+"""
+    found = on(card, code, "none")
+    assert "Efficient" in found and ("Flash" in found) is (card != "T4")
+
+
+STEPS = [
+    dict(model="bert-base-uncased", batch=32, length=128),
+    dict(model="bert-base-uncased", batch=32, length=128, precision="fp16", padded=True),
+    dict(model="electra-base", batch=32, length=128, checkpointing=2),
+    dict(model="roberta-base", batch=16, length=128, lora=8),
+    dict(model="deberta-v3-small", batch=16, length=128, precision="fp16", padded=True),
+    dict(model="gpt2", batch=4, length=256, optimizer="adafactor"),
+]
+
+
+@pytest.mark.parametrize("card", ["T4", "A100"])
+def test_steps_at_real_size(card):
+    """Tensor memory within 0.1 %, what the allocator reserves within 3 %, never more than the card's bound."""
+    code = f"""
+import sys
+sys.path.insert(0, "scripts")
+import record_predictions
+from tutorial_utils import predict
+for cell in {STEPS}:
+    predicted = record_predictions.in_bytes(predict.step_memory(**cell, card=record_predictions.this_gpu()))
+    print((predicted, record_predictions.measured(cell)))
+"""
+    for line, step in zip(on(card, code).splitlines(), STEPS, strict=True):
+        predicted, counted = eval(line)
+        error = {name: predicted[name] / counted[name] - 1 for name in counted}
+        assert abs(error["tensors"]) < 0.001 and abs(error["reserved"]) < 0.03 and error["card"] >= 0, (step, error)
