@@ -58,15 +58,6 @@ def grid() -> list[dict]:
     return [*cells, llama]
 
 
-def this_gpu() -> machine.Gpu:
-    """RuntimeError where there is none that torch can use."""
-    here = machine.facts()
-    if here.device != "cuda":
-        raise RuntimeError("no GPU that this torch can use: run it where there is one; nothing was written")
-    chip = torch.cuda.get_device_properties(0)
-    return machine.Gpu(here.name, here.memory, here.capability, chip.total_memory, chip.multi_processor_count)
-
-
 def in_bytes(prediction: predict.Prediction) -> dict[str, int]:
     """By the names of BYTES."""
     return dict(zip(BYTES, (prediction.peak, prediction.allocated, prediction.reserved, prediction.card_bytes)))
@@ -186,10 +177,9 @@ def main(arguments: list[str] | None = None):
     options.add_argument("--minutes", type=float, default=MINUTES, help="measure nothing later than that")
     options.add_argument("--into", type=Path, default=FOLDER, help="folder of the file")
     choices = options.parse_args(arguments)
-    try:
-        gpu = this_gpu()
-    except RuntimeError as error:
-        sys.exit(f"record_predictions.py: {error}")
+    gpu = machine.this_gpu()
+    if gpu is None:
+        sys.exit("record_predictions.py: no GPU that this torch can use: run it where there is one; nothing was written")
     here = machine.facts()
     rows = record(grid(), gpu, here.bf16, choices.minutes)
     about = {"machine": {"name": here.name, "memory_bytes": here.memory}, "versions": here.versions}

@@ -262,6 +262,16 @@ def gpus() -> dict[str, Gpu]:
     }  # fmt: skip
 
 
+def this_gpu() -> Gpu | None:
+    """The card of this machine; None where there is none, or none that this torch has kernels for."""
+    import torch
+
+    if not torch.cuda.is_available() or (here := facts()).device != "cuda":
+        return None
+    chip = torch.cuda.get_device_properties(0)
+    return Gpu(here.name, here.memory, here.capability, chip.total_memory, chip.multi_processor_count)
+
+
 def gpu(card: str | int | Gpu) -> Gpu:
     """The card of a name or of words that only one has ("T4", "A100 80GB"), or of a size ("6 GiB", or bytes).
 

@@ -80,7 +80,7 @@ sys.path.insert(0, "scripts")
 import record_predictions
 from tutorial_utils import predict
 for cell in {STEPS}:
-    predicted = record_predictions.in_bytes(predict.step_memory(**cell, card=record_predictions.this_gpu()))
+    predicted = record_predictions.in_bytes(predict.step_memory(**cell))
     print((predicted, record_predictions.measured(cell)))
 """
     for line, step in zip(on(card, code).splitlines(), STEPS, strict=True):
