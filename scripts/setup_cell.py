@@ -3,6 +3,7 @@ REPOSITORY = ""  # where the course comes from when no kit is attached
 import importlib.util
 import os
 import pathlib
+import site
 import subprocess
 import sys
 
@@ -18,7 +19,11 @@ if importlib.util.find_spec("tutorial_utils") is None:
         sys.path.insert(0, str(nearby[0]))
     elif wheels or (NETWORK and REPOSITORY):
         source = str(wheels[-1]) if wheels else f"git+{REPOSITORY}"
-        subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", source], check=True)
+        if subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", source]).returncode:
+            what_to_do = "attach the kit again, or put its folder beside this file"
+            raise ModuleNotFoundError(f"tutorial_utils: pip cannot install {source}: its reason is above; {what_to_do}")
+        if importlib.util.find_spec("tutorial_utils") is None:
+            site.addsitedir(site.getusersitepackages())  # where pip installs if the environment is read-only
         print("tutorial_utils: installed from", "the kit" if wheels else REPOSITORY)
     else:
         raise ModuleNotFoundError("tutorial_utils: attach the offline kit or put it beside this file")

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from test_forks import EVERY
 
 import platforms
+from notebooks import ROOT
 from tutorial_utils import bounds, data, explorer, figures, machine, measure, models, names, predict, times
 
 JUNK = st.one_of(
@@ -29,6 +30,7 @@ JUNK = st.one_of(
     st.binary(max_size=4), st.lists(st.integers(), max_size=2),
     st.dictionaries(st.text(max_size=2), st.integers(), max_size=1),
 )  # fmt: skip
+MEMORY = measure.Memory(1, dict.fromkeys(measure.ROLES, 0), [(0,) * len(measure.ROLES)], ["start"])
 ran = []  # a name for each case
 
 
@@ -246,3 +248,35 @@ def test_commands(command, words):
 def test_there_were_enough():
     if EVERY:
         assert len(ran) >= 2000, f"{len(ran)} cases"
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: models.build("tiny", 2, hidden_size=0), "hidden_size was 0"),
+        (lambda: models.build("tiny", 2, num_hidden_layers=-1), "num_hidden_layers was -1"),
+        (lambda: models.build("tiny", 2, num_hidden_layers=True), "num_hidden_layers was True"),
+        (lambda: models.build("tiny", 2, hidden_dropout_prob=float("nan")), "hidden_dropout_prob was nan"),
+        (lambda: models.build("tiny", 2, hidden_act="nope"), "changes were {'hidden_act': 'nope'}"),
+        (lambda: models.build("tiny", 2, max_position_embeddings=-1), "changes were {'max_position_embeddings': -1}"),
+        (lambda: names.checkpoint_layers(torch.nn.Linear(2, 2), 1), "model was Linear"),
+        (lambda: measure.memory(print, torch.nn.Linear(2, 2), torch.optim.SGD), "optimizer was"),
+        (lambda: measure.timing({"a": print}, rounds=True), "rounds was True"),
+        (lambda: predict.step_memory(lambda: 3, 1, 8), "model returned 3"),
+        (lambda: predict.step_memory("tiny", 1, 8, optimizer=torch.optim.SGD), "optimizer was the class SGD"),
+        (lambda: bounds.compare("00_memory_anatomy", {"a": "1"}), "figures were"),
+        (lambda: bounds.compare("00_memory_anatomy", None), "figures were None"),
+        (lambda: bounds.compare("00_memory_anatomy", {"a": 10**400}), "figures were"),
+        (lambda: bounds.compare(["a"], {}), "lesson was"),
+        (lambda: bounds.claims("nope", {}, {}), "lesson was 'nope'"),
+        (lambda: bounds.load(ROOT), "no file at"),
+        (lambda: figures.size("x"), "count was 'x'"),
+        (lambda: figures.size(10**400), "count was"),
+        (lambda: figures.memory_bars({"a": MEMORY}, "T4"), "card was 'T4'"),
+        (lambda: figures.memory_bars({"a": MEMORY}, outside=True), "outside was True"),
+    ],
+)
+def test_what_was_found_by_hand(call, named):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert named in str(error.value)

@@ -12,6 +12,7 @@ tightly, by `tolerance` around a recording of this very machine and these versio
 import importlib.util
 import json
 import math
+import numbers
 import os
 import tomllib
 from dataclasses import dataclass
@@ -109,6 +110,8 @@ def compare(lesson: str, figures: dict[str, float], predicted: dict[str, float] 
     predicted: the prediction for this machine of each figure in bytes.
     ValueError where a figure has no bound, a bound no figure, or a recording lacks one.
     """
+    if not isinstance(figures, dict) or not all(map(_is_figure, figures.values())):
+        raise ValueError(f"figures were {str(figures)[:200]}; accepted: finite numbers by name, or None")
     here = machine.facts()
     cannot = {name for name, value in figures.items() if value is None}
     figures = {name: value for name, value in figures.items() if name not in cannot}
@@ -126,8 +129,16 @@ def compare(lesson: str, figures: dict[str, float], predicted: dict[str, float] 
     return verdict
 
 
+def _is_figure(value) -> bool:
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return value is None or real and abs(value) < 2.0**1000 and value == value
+
+
 def _bounds(lesson: str) -> dict:
-    return tomllib.loads((FACTS / "bounds.toml").read_text(encoding="utf-8")).get(lesson, {})
+    known = tomllib.loads((FACTS / "bounds.toml").read_text(encoding="utf-8"))
+    if not isinstance(lesson, str) or lesson not in known:
+        raise ValueError(f"lesson was {lesson!r}; accepted: {', '.join(known)}")
+    return known[lesson]
 
 
 def _expected(lesson: str, here) -> dict:
@@ -143,6 +154,8 @@ def _expected(lesson: str, here) -> dict:
 
 def load(path: Path) -> dict:
     """A bounds file. ValueError where it is not one."""
+    if not path.is_file():
+        raise ValueError(f"no file at {str(path)!r}: accepted: a recording, as in tutorial_utils/facts/bounds")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -249,6 +262,7 @@ def claims(lesson: str, measured: dict[str, float], predicted: dict[str, float])
     all it says. GPU is – for what lessons only predict. Without evidence the verdict is open, with
     what the claim `needs`; ValueError where it needs nothing.
     """
+    _bounds(lesson)  # or it is none
     every = tomllib.loads((FACTS / "claims.toml").read_text(encoding="utf-8")).values()
     return [_claim(claim, measured, predicted) for claim in every if claim["lesson"] == lesson]
 

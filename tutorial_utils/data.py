@@ -10,9 +10,10 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -59,7 +60,7 @@ def load(source: str = "docstrings", text: str = "text", label: str = "label") -
     """
     if source == "docstrings":
         return _docstrings()
-    if isinstance(source, str) and source.startswith("hub:"):
+    if isinstance(source, str) and re.fullmatch(r"hub:(\w[\w.-]*/)?\w[\w.-]*", source, re.ASCII):
         return _hub(source.removeprefix("hub:"), text, label)
     if isinstance(source, str) and source.endswith(".csv"):
         return _csv(Path(source), text, label)
@@ -79,15 +80,25 @@ def encode(rows, tokenizer, length: int | None = None) -> list[dict]:
     length: cut texts to this many tokens. Without it nothing is cut, and a text longer than the
     tokenizer's model accepts raises ValueError.
     """
-    limit = tokenizer.model_max_length
+    if not hasattr(tokenizer, "model_max_length"):
+        raise ValueError(
+            f"tokenizer was {str(tokenizer)[:60]!r}; accepted: one of transformers, as `tokenizer()` gives"
+        )
+    if not isinstance(rows, Iterable) or isinstance(rows, (str, bytes)):
+        raise ValueError(f"rows were {str(rows)[:60]!r}; accepted: dicts with a text and a label, one or more")
+    rows, limit = list(rows), tokenizer.model_max_length  # an iterator is read once
     if length is not None and not (type(length) is int and 2 < length <= limit):
         raise ValueError(f"length was {length!r}; accepted: 3 to {limit}, the positions this model has")
     for number, row in enumerate(rows):
         if not isinstance(row, dict) or not {"text", "label"} <= row.keys():
             raise ValueError(f"row {number} was {str(row)[:60]!r}; accepted: dicts with a text and a label")
+        label = row["label"]
+        if isinstance(label, str) or label is None or label != label:
+            raise ValueError(f"row {number} has {label!r} for a label; accepted: a number, from 0 on")
     texts = [row["text"] for row in rows]
     for number, text in enumerate(texts):
-        if not isinstance(text, str) or not text.strip():
+        # A half of a surrogate pair is no letter, and no tokenizer takes it.
+        if not isinstance(text, str) or not text.strip() or text.encode(errors="ignore").decode() != text:
             raise ValueError(f"row {number} has {text!r} for a text; accepted: words. Remove it or fill it in")
     if not texts:
         return []
@@ -112,8 +123,11 @@ def loader(
     import torch
     from transformers import DataCollatorWithPadding
 
-    if type(batch_size) is not int or batch_size < 1:
-        raise ValueError(f"batch_size was {batch_size!r}; accepted: 1 or more")
+    for name, value, least in (("batch_size", batch_size, 1), ("seed", seed, 0)):
+        if type(value) is not int or not least <= value < 2**63:
+            raise ValueError(f"{name} was {value!r}; accepted: {least} or more, below 2 to the power of 63")
+    if type(shuffle) is not bool:
+        raise ValueError(f"shuffle was {shuffle!r}; accepted: True or False")
     if padding not in ("longest", "max_length"):
         raise ValueError(f'padding was {padding!r}; accepted: "longest" or "max_length"')
     examples = encode(rows, tokenizer, length)
@@ -213,7 +227,7 @@ def _texts_of(source: bytes):
 
 
 def _csv(path: Path, text: str, label: str) -> Corpus:
-    if not path.is_file():
+    if not os.path.isfile(path):  # which is False for a name that is too long, where Path.is_file raises
         raise FileNotFoundError(f"no file at {str(path)!r}: give the path of a CSV file with a header")
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:

@@ -40,6 +40,8 @@ class Table:
 
 def size(count: float) -> str:
     """Bytes as MiB, or as GiB from one GiB on."""
+    if not isinstance(count, numbers.Real) or isinstance(count, int) and abs(count) > 2**1000:
+        raise ValueError(f"count was {str(count)[:60]!r}; accepted: a number of bytes")
     return f"{count / GiB:.2f} GiB" if abs(count) >= GiB else f"{count / MiB:.1f} MiB"
 
 
@@ -60,6 +62,10 @@ def memory_bars(reports: dict[str, Memory], card: int | None = None, card_name="
     outside: also what a prediction's card holds besides tensors. show: what takes the picture, in place of display.
     """
     _some("reports", reports, Memory)
+    if card is not None and not isinstance(card, numbers.Real):
+        raise ValueError(f"card was {card!r}; accepted: bytes, such as machine.card({'Tesla T4'!r})")
+    if outside and not all(getattr(report, "card_bytes", None) for report in reports.values()):
+        raise ValueError("outside was True for what was measured; accepted: predictions of a card")
     if (axes := _axes(max(1.8, 0.9 + 0.45 * len(reports)))) is None:
         return
     peak = max(report.peak for report in reports.values())

@@ -3,10 +3,12 @@
 import ast
 import importlib.metadata
 import importlib.util
+import locale
 import logging
 import os
 import platform
 import re
+import site
 import subprocess
 import sys
 import tempfile
@@ -113,6 +115,7 @@ def start(network: bool = False) -> Machine:
     except FileNotFoundError:  # torch, too, cannot be imported without one
         raise RuntimeError("no folder for temporary files has room: free some space, or name one in TMPDIR") from None
     _give_way()
+    _read_utf_8()
     count = _one_gpu()
     hide_old_torchao()
     with warnings.catch_warnings():
@@ -127,6 +130,14 @@ def start(network: bool = False) -> Machine:
         need(name, "the cells that use it")
     _quiet(here)
     return here
+
+
+def _read_utf_8():
+    """Where the locale has ASCII alone: torch opens its own templates, in UTF-8, in the locale's encoding."""
+    if "utf" not in locale.getpreferredencoding(False).lower():
+        with suppress(locale.Error):
+            locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
+        os.environ["PYTHONUTF8"] = "1"  # for the processes that the lesson starts
 
 
 def need(package: str, what: str) -> bool:
@@ -252,7 +263,7 @@ def gpu(card: str | int | Gpu) -> Gpu:
     if isinstance(card, Gpu):
         return card
     size = re.fullmatch(r"(\d+(\.\d+)?) ?GiB", card.strip(), re.ASCII) if isinstance(card, str) else None
-    count = round(float(size[1]) * GiB) if size else card
+    count = round(min(float(size[1]), 2.0**40) * GiB) if size else card  # digits without end are no card
     if isinstance(count, int) and not isinstance(count, bool) and count > 0:
         return Gpu(f"{count / GiB:g} GiB", count, None)
     found = {g: set(re.split(r"[ -]", g.name.lower())) for g in gpus().values()}
@@ -393,6 +404,8 @@ def _install(package: str) -> bool:
             command = [*pip, f"--constraint={constraints.name}", *options, package]
             done = subprocess.run(command, capture_output=True, text=True)
         importlib.invalidate_caches()
+        if done.returncode == 0 and not importlib.util.find_spec(package):
+            site.addsitedir(site.getusersitepackages())  # where pip installs if the environment is read-only
         if done.returncode == 0 and importlib.util.find_spec(package):
             print(f"{package} {importlib.metadata.version(package)}: installed from {source}")
             return True

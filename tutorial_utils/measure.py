@@ -87,6 +87,8 @@ def memory(step: Callable[[], object], model, optimizer=None, inputs=(), card: i
         raise ValueError(f"step was {step!r}; accepted: a function without arguments that makes one training step")
     if not isinstance(model, torch.nn.Module) or next(model.parameters(), None) is None:
         raise ValueError(f"model was {repr(model)[:60]}; accepted: a torch.nn.Module with parameters")
+    if optimizer is not None and not isinstance(getattr(optimizer, "state", None), collections.abc.Mapping):
+        raise ValueError(f"optimizer was {repr(optimizer)[:60]}; accepted: an optimizer of torch's kind, or None")
     device = next(model.parameters()).device
     if optimizer is not None and not optimizer.state:
         with Tracker(model, optimizer, inputs, card):

@@ -114,6 +114,11 @@ def step_memory(
     names = {"precision": precision, "device": device} | ({} if callable(optimizer) else {"optimizer": optimizer})
     if not isinstance(settings, PretrainedConfig) and not callable(settings):
         raise ValueError(f"model was {model!r}; accepted: a name, a configuration, or a function that returns a module")
+    if inspect.isclass(optimizer):
+        example = f"lambda model: {optimizer.__name__}(model.parameters(), lr=1e-3)"
+        raise ValueError(
+            f"optimizer was the class {optimizer.__name__}; accepted: a function of the model, as {example}"
+        )
     for name, given in (("prepare", prepare), ("step", step)):
         if given is not None and not callable(given):
             raise ValueError(f"{name} was {given!r}; accepted: a function")
@@ -137,7 +142,10 @@ def step_memory(
         stack.enter_context(_own_overrides())
         stack.enter_context(_semantics(device, gpu))
         stack.enter_context(_understood(fake))
-        network = (settings() if callable(settings) else models.untrained(settings, attention)).train()
+        network = settings() if callable(settings) else models.untrained(settings, attention)
+        if not isinstance(network, torch.nn.Module):
+            raise ValueError(f"model returned {network!r}; accepted: a function that makes a torch.nn.Module")
+        network.train()
         if not all(isinstance(parameter, FakeTensor) for parameter in network.parameters()):
             raise ValueError("model returned a module that was there before; accepted: a function that makes it")
         stack.enter_context(_without_torchscript(network))

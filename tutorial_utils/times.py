@@ -47,7 +47,19 @@ def _keeping(name):
     return operation
 
 
-for _name in ("add", "sub", "mul", "truediv"):
+def _keeping_alone(name):
+    compute = getattr(float, name)
+
+    def operation(self, *digits):
+        value = compute(self, *digits)
+        return Figure(value, self.settled) if isinstance(value, float) else value  # round() gives a whole number
+
+    return operation
+
+
+for _name in ("neg", "pos", "abs", "round"):
+    setattr(Figure, f"__{_name}__", _keeping_alone(f"__{_name}__"))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     for _side in ("__", "__r"):
         setattr(Figure, f"{_side}{_name}__", _keeping(f"{_side}{_name}__"))
 
@@ -106,7 +118,7 @@ def timing(
     the steps give. ValueError for what is not accepted.
     """
     global _patience
-    if not all(isinstance(count, int) for count in (rounds, warmup)) or rounds < 1 or warmup < 0:
+    if not all(type(count) is int for count in (rounds, warmup)) or rounds < 1 or warmup < 0:
         raise ValueError(f"rounds was {rounds!r}, warmup {warmup!r}; accepted: 1 or more, 0 or more")
     if not isinstance(steps, dict) or not steps or not all(map(callable, steps.values())):
         raise ValueError(f"steps was {steps!r}; accepted: functions by name, one or more")
