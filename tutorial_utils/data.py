@@ -80,10 +80,6 @@ def encode(rows, tokenizer, length: int | None = None) -> list[dict]:
     length: cut texts to this many tokens. Without it nothing is cut, and a text longer than the
     tokenizer's model accepts raises ValueError.
     """
-    if not hasattr(tokenizer, "model_max_length"):
-        raise ValueError(
-            f"tokenizer was {str(tokenizer)[:60]!r}; accepted: one of transformers, as `tokenizer()` gives"
-        )
     if not isinstance(rows, Iterable) or isinstance(rows, (str, bytes)):
         raise ValueError(f"rows were {str(rows)[:60]!r}; accepted: dicts with a text and a label, one or more")
     rows, limit = list(rows), tokenizer.model_max_length  # an iterator is read once

@@ -14,11 +14,8 @@ def panel(model: str = "bert-large-uncased", card: str = "Tesla T4", batch: int 
     card: a GPU of facts/gpus.toml or a size such as "6 GiB". ValueError for what the controls do not offer.
     """
     gpu = machine.gpu(card)
-    for name, given, accepted in (
-        ("model", model, models.names()),
-        ("batch", batch, BATCHES),
-        ("length", length, LENGTHS),
-    ):
+    offered = {"model": (model, models.names()), "batch": (batch, BATCHES), "length": (length, LENGTHS)}
+    for name, (given, accepted) in offered.items():
         if given not in accepted:
             raise ValueError(f"{name} was {given!r}; accepted: {', '.join(map(str, accepted))}")
     try:

@@ -12,10 +12,9 @@ def checkpoint_layers(model, every_n_layers: int = 1, **options):
     """
     if type(every_n_layers) is not int or every_n_layers < 0:
         raise ValueError(f"every_n_layers was {every_n_layers!r}; accepted: a whole number, 0 for none")
-    from transformers import PreTrainedModel
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
+    if not hasattr(model, "gradient_checkpointing_enable"):
         raise ValueError(f"model was {type(model).__name__}; accepted: a model of transformers")
     if every_n_layers == 0:
         return (getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable)()

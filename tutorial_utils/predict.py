@@ -115,10 +115,7 @@ def step_memory(
     if not isinstance(settings, PretrainedConfig) and not callable(settings):
         raise ValueError(f"model was {model!r}; accepted: a name, a configuration, or a function that returns a module")
     if inspect.isclass(optimizer):
-        example = f"lambda model: {optimizer.__name__}(model.parameters(), lr=1e-3)"
-        raise ValueError(
-            f"optimizer was the class {optimizer.__name__}; accepted: a function of the model, as {example}"
-        )
+        raise ValueError(f"optimizer was {optimizer!r}; accepted: a name, or a function of the model that returns one")
     for name, given in (("prepare", prepare), ("step", step)):
         if given is not None and not callable(given):
             raise ValueError(f"{name} was {given!r}; accepted: a function")

@@ -38,30 +38,18 @@ class Figure(float):
 def _keeping(name):
     compute = getattr(float, name)
 
-    def operation(self, other):
-        value = compute(self, other)
-        if value is NotImplemented:
+    def operation(self, *others):
+        value = compute(self, *others)
+        if not isinstance(value, float):  # NotImplemented, or a whole number of round()
             return value
-        return Figure(value, self.settled and getattr(other, "settled", True))
+        return Figure(value, all(getattr(operand, "settled", True) for operand in (self, *others)))
 
     return operation
 
 
-def _keeping_alone(name):
-    compute = getattr(float, name)
-
-    def operation(self, *digits):
-        value = compute(self, *digits)
-        return Figure(value, self.settled) if isinstance(value, float) else value  # round() gives a whole number
-
-    return operation
-
-
-for _name in ("neg", "pos", "abs", "round"):
-    setattr(Figure, f"__{_name}__", _keeping_alone(f"__{_name}__"))
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    for _side in ("__", "__r"):
-        setattr(Figure, f"{_side}{_name}__", _keeping(f"{_side}{_name}__"))
+_TWO = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow"]
+for _name in [*_TWO, *(f"r{name}" for name in _TWO), "neg", "abs", "round"]:
+    setattr(Figure, f"__{_name}__", _keeping(f"__{_name}__"))
 
 
 @dataclass
