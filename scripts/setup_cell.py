@@ -19,13 +19,11 @@ if importlib.util.find_spec("tutorial_utils") is None:
         sys.path.insert(0, str(nearby[0]))
     elif wheels or (NETWORK and REPOSITORY):
         source = str(wheels[-1]) if wheels else f"git+{REPOSITORY}"
-        if subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", source]).returncode:
-            what_to_do = "attach the kit again, or put its folder beside this file"
-            raise ModuleNotFoundError(f"tutorial_utils: pip cannot install {source}: its reason is above; {what_to_do}")
-        if importlib.util.find_spec("tutorial_utils") is None:
-            site.addsitedir(site.getusersitepackages())  # where pip installs if the environment is read-only
-        print("tutorial_utils: installed from", "the kit" if wheels else REPOSITORY)
-    else:
+        done = subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", source])
+        site.ENABLE_USER_SITE and sys.path.append(site.getusersitepackages())  # pip's where all else is read-only
+        how = "installed from" if done.returncode == 0 else "pip cannot install it, see above, from"
+        print("tutorial_utils:", how, "the kit" if wheels else REPOSITORY)
+    if importlib.util.find_spec("tutorial_utils") is None:
         raise ModuleNotFoundError("tutorial_utils: attach the offline kit or put it beside this file")
 
 from tutorial_utils import machine

@@ -191,7 +191,7 @@ def test_setup_says_what_to_do_where_the_kit_is_cut_off(other_environment, tmp_p
     half.write_bytes(b"PK" + bytes(1000))
     done = execute(python, setup_alone(tmp_path), tmp_path, COURSE_KIT=str(half.parent))
     assert "executed" not in done.stdout and "CalledProcessError" not in done.stderr
-    assert "its reason is above; attach the kit again, or put its folder beside this file" in done.stderr
+    assert "tutorial_utils: attach the offline kit or put it beside this file" in done.stderr
 
 
 def test_setup_says_what_to_do_where_the_course_is_nowhere(other_environment, tmp_path):
