@@ -95,14 +95,15 @@ def blank(path: Path, status: str) -> dict:
 @contextmanager
 def undisturbed():
     """Without interrupts: what is written meanwhile takes a moment, and people press Ctrl-C twice."""
-    before = None
+    before = {}
     with suppress(ValueError):  # not in the main thread
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for asked in (signal.SIGINT, signal.SIGTERM):
+            before[asked] = signal.signal(asked, signal.SIG_IGN)
     try:
         yield
     finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
+        for asked, handler in before.items():
+            signal.signal(asked, handler or signal.SIG_DFL)
 
 
 def _reported(written: dict, result: dict) -> dict:

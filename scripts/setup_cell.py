@@ -20,8 +20,9 @@ if importlib.util.find_spec("tutorial_utils") is None:
     elif wheels or (NETWORK and REPOSITORY):
         source = str(wheels[-1]) if wheels else f"git+{REPOSITORY}"
         done = subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", source])
-        site.ENABLE_USER_SITE and sys.path.append(site.getusersitepackages())  # pip's where all else is read-only
-        how = "installed from" if done.returncode == 0 else "pip cannot install it, see above, from"
+        if site.ENABLE_USER_SITE:  # pip installs there if the environment is read-only
+            sys.path.append(site.getusersitepackages())
+        how = "could not be installed (pip says why) from" if done.returncode else "installed from"
         print("tutorial_utils:", how, "the kit" if wheels else REPOSITORY)
     if importlib.util.find_spec("tutorial_utils") is None:
         raise ModuleNotFoundError("tutorial_utils: attach the offline kit or put it beside this file")

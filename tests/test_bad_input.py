@@ -253,6 +253,7 @@ def test_there_were_enough():
 @pytest.mark.parametrize(
     ("call", "named"),
     [
+        (lambda: machine.gpu("9" * 400 + " GiB"), "card was '999"),
         (lambda: models.build("tiny", 2, hidden_size=0), "hidden_size was 0"),
         (lambda: models.build("tiny", 2, num_hidden_layers=-1), "num_hidden_layers was -1"),
         (lambda: models.build("tiny", 2, num_hidden_layers=True), "num_hidden_layers was True"),

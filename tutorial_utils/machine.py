@@ -262,8 +262,8 @@ def gpu(card: str | int | Gpu) -> Gpu:
     """
     if isinstance(card, Gpu):
         return card
-    size = re.fullmatch(r"(\d+(\.\d+)?) ?GiB", card.strip(), re.ASCII) if isinstance(card, str) else None
-    count = round(min(float(size[1]), 2.0**40) * GiB) if size else card  # digits without end are no card
+    size = re.fullmatch(r"(\d{1,6}(\.\d+)?) ?GiB", card.strip(), re.ASCII) if isinstance(card, str) else None
+    count = round(float(size[1]) * GiB) if size else card
     if isinstance(count, int) and not isinstance(count, bool) and count > 0:
         return Gpu(f"{count / GiB:g} GiB", count, None)
     found = {g: set(re.split(r"[ -]", g.name.lower())) for g in gpus().values()}

@@ -14,11 +14,11 @@ def checkpoint_layers(model, every_n_layers: int = 1, **options):
         raise ValueError(f"every_n_layers was {every_n_layers!r}; accepted: a whole number, 0 for none")
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    if not hasattr(model, "gradient_checkpointing_enable"):
+    enable = getattr(model, "activation_checkpointing_enable", getattr(model, "gradient_checkpointing_enable", None))
+    if enable is None:
         raise ValueError(f"model was {type(model).__name__}; accepted: a model of transformers")
     if every_n_layers == 0:
         return (getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable)()
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False, **options})
     layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
     for number, layer in enumerate(layers):
