@@ -124,16 +124,16 @@ def test_bad_loaders():
     with pytest.raises(ValueError, match="padding was 'left'"):
         data.loader(rows, tokenizer, 1, padding="left")
     for text in ("", "half a pair \ud800"):
-        with pytest.raises(ValueError, match="row 0 has .* for a text; accepted: words"):
+        with pytest.raises(ValueError, match="the text of row 0 was .*; accepted: words"):
             data.encode([{"text": text, "label": 0}], tokenizer)
     for label in (None, "x", float("nan")):
-        with pytest.raises(ValueError, match="row 0 has .* for a label; accepted: a number"):
+        with pytest.raises(ValueError, match="the label of row 0 was .*; accepted: a number"):
             data.encode([{"text": "a word", "label": label}], tokenizer)
     for changes in ({"seed": -1}, {"seed": float("nan")}, {"seed": 10**30}, {"shuffle": "no"}):
         with pytest.raises(ValueError, match=f"{next(iter(changes))} was .*; accepted: "):
             data.loader(rows, tokenizer, 1, **changes)
     for given in (None, 3, "a word"):
-        with pytest.raises(ValueError, match="rows were .*; accepted: dicts"):
+        with pytest.raises(ValueError, match="rows was .*; accepted: dicts"):
             data.encode(given, tokenizer)
     for source in ("hub:", "hub:x y", "hub:a/b/c", "hub:/etc/passwd", "hub:x/.."):
         with pytest.raises(ValueError, match="source was .*; accepted: "):

@@ -55,7 +55,19 @@ def test_importing_adds_little_to_torch_and_transformers(quiet):
 
 
 def test_dependencies_point_one_way():
-    order = ["machine", "data", "models", "names", "times", "measure", "predict", "figures", "bounds", "explorer"]
+    order = [
+        "check",
+        "machine",
+        "data",
+        "models",
+        "names",
+        "times",
+        "measure",
+        "predict",
+        "figures",
+        "bounds",
+        "explorer",
+    ]
     for path in PACKAGE:
         for imported in re.findall(r"^(?:    )*from \.(\w*) import|^from \. import (.+)$", path.read_text(), re.M):
             for name in filter(None, re.split(r"[ ,]+", " ".join(imported))):

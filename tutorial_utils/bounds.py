@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import machine
+from .check import accept
 from .figures import Table, size
 from .times import Figure
 
@@ -111,10 +112,13 @@ def compare(lesson: str, figures: dict[str, float], predicted: dict[str, float] 
     predicted: the prediction for this machine of each figure in bytes.
     ValueError where a figure has no bound, a bound no figure, or a recording lacks one.
     """
+    right = isinstance(figures, dict) and all(
+        value is None or isinstance(value, numbers.Real) and abs(value) <= sys.float_info.max
+        for value in figures.values()
+    )
+    accept(right, "figures", figures, "finite numbers by name, or None")
     cannot = {name for name, value in figures.items() if value is None}
     figures = {name: value for name, value in figures.items() if name not in cannot}
-    if not all(isinstance(v, numbers.Real) and abs(v) <= sys.float_info.max for v in figures.values()):
-        raise ValueError(f"figures were {str(figures)[:200]}; accepted: finite numbers by name, or None")
     here = machine.facts()
     _report(lesson, figures)
     expected = {name: bound for name, bound in _expected(lesson, here).items() if name not in cannot}
@@ -132,8 +136,7 @@ def compare(lesson: str, figures: dict[str, float], predicted: dict[str, float] 
 
 def _bounds(lesson: str) -> dict:
     known = tomllib.loads((FACTS / "bounds.toml").read_text(encoding="utf-8"))
-    if not isinstance(lesson, str) or lesson not in known:
-        raise ValueError(f"lesson was {lesson!r}; accepted: {', '.join(known)}")
+    accept(isinstance(lesson, str) and lesson in known, "lesson", lesson, ", ".join(known))
     return known[lesson]
 
 

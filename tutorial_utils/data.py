@@ -20,6 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
+from .check import accept
+
 LIBRARIES = ("python", "numpy", "torch", "transformers")
 TINY = Path(__file__).parent / "tiny"
 
@@ -64,7 +66,7 @@ def load(source: str = "docstrings", text: str = "text", label: str = "label") -
         return _hub(source.removeprefix("hub:"), text, label)
     if isinstance(source, str) and source.endswith(".csv"):
         return _csv(Path(source), text, label)
-    raise ValueError(f'source was {source!r}; accepted: "docstrings", "hub:owner/name", or the path of a .csv file')
+    accept(False, "source", source, '"docstrings", "hub:owner/name", or the path of a .csv file')
 
 
 def tokenizer():
@@ -80,22 +82,24 @@ def encode(rows, tokenizer, length: int | None = None) -> list[dict]:
     length: cut texts to this many tokens. Without it nothing is cut, and a text longer than the
     tokenizer's model accepts raises ValueError.
     """
-    if not isinstance(rows, Iterable) or isinstance(rows, (str, bytes)):
-        raise ValueError(f"rows were {str(rows)[:60]!r}; accepted: dicts with a text and a label, one or more")
+    several = isinstance(rows, Iterable) and not isinstance(rows, (str, bytes))
+    accept(several, "rows", rows, "dicts with a text and a label, one or more")
+    known = callable(tokenizer) and hasattr(tokenizer, "model_max_length")
+    accept(known, "tokenizer", tokenizer, "a tokenizer of transformers, such as data.tokenizer()")
     rows, limit = list(rows), tokenizer.model_max_length  # an iterator is read once
-    if length is not None and not (type(length) is int and 2 < length <= limit):
-        raise ValueError(f"length was {length!r}; accepted: 3 to {limit}, the positions this model has")
+    fits = length is None or type(length) is int and 2 < length <= limit
+    accept(fits, "length", length, f"3 to {limit}, the positions this model has")
     for number, row in enumerate(rows):
-        if not isinstance(row, dict) or not {"text", "label"} <= row.keys():
-            raise ValueError(f"row {number} was {str(row)[:60]!r}; accepted: dicts with a text and a label")
+        known = isinstance(row, dict) and {"text", "label"} <= row.keys()
+        accept(known, f"row {number}", row, "dicts with a text and a label")
         label = row["label"]
-        if isinstance(label, str) or label is None or label != label:
-            raise ValueError(f"row {number} has {label!r} for a label; accepted: a number, from 0 on")
+        answer = not isinstance(label, str) and label is not None and label == label
+        accept(answer, f"the label of row {number}", label, "a number, from 0 on")
     texts = [row["text"] for row in rows]
     for number, text in enumerate(texts):
         # A half of a surrogate pair is no letter, and no tokenizer takes it.
-        if not isinstance(text, str) or not text.strip() or text.encode(errors="ignore").decode() != text:
-            raise ValueError(f"row {number} has {text!r} for a text; accepted: words. Remove it or fill it in")
+        words = isinstance(text, str) and text.strip() and text.encode(errors="ignore").decode() == text
+        accept(words, f"the text of row {number}", text, "words. Remove it or fill it in")
     if not texts:
         return []
     encoded = tokenizer(texts, truncation=length is not None, max_length=length, verbose=False)
@@ -120,12 +124,10 @@ def loader(
     from transformers import DataCollatorWithPadding
 
     for name, value, least in (("batch_size", batch_size, 1), ("seed", seed, 0)):
-        if type(value) is not int or not least <= value < 2**63:
-            raise ValueError(f"{name} was {value!r}; accepted: {least} or more, below 2 to the power of 63")
-    if type(shuffle) is not bool:
-        raise ValueError(f"shuffle was {shuffle!r}; accepted: True or False")
-    if padding not in ("longest", "max_length"):
-        raise ValueError(f'padding was {padding!r}; accepted: "longest" or "max_length"')
+        right = type(value) is int and least <= value < 2**63
+        accept(right, name, value, f"{least} or more, below 2 to the power of 63")
+    accept(type(shuffle) is bool, "shuffle", shuffle, "True or False")
+    accept(padding in ("longest", "max_length"), "padding", padding, '"longest" or "max_length"')
     examples = encode(rows, tokenizer, length)
     order = torch.Generator().manual_seed(seed)
     collate = DataCollatorWithPadding(tokenizer, padding=padding, max_length=length)

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from .check import accept
+
 GiB = 2**30
 # The oldest versions that the lessons run on, those of platforms/, and the newest that they were tested with.
 OLDEST = {"python": "3.11", "torch": "2.10", "transformers": "5.0"}
@@ -145,8 +147,8 @@ def need(package: str, what: str) -> bool:
 
     Where it cannot be had, a line says that `what` is left out, and the runner's table will.
     """
-    if not isinstance(package, str) or not package.isidentifier():
-        raise ValueError(f"package was {package!r}; accepted: the name by which it is imported")
+    known = isinstance(package, str) and package.isidentifier()
+    accept(known, "package", package, "the name by which it is imported")
     hidden = package in sys.modules and sys.modules[package] is None
     if not hidden and (importlib.util.find_spec(package) or _install(package)):
         return True
@@ -270,9 +272,8 @@ def gpu(card: str | int | Gpu) -> Gpu:
     found = {g: words for g, words in found.items() if set(re.split(r"[ -]", str(card).lower())) <= words}
     plain = [g for g, words in found.items() if all(words <= others for others in found.values())]
     chosen = [g for g in found if str(card) in (g.name, g.short)] or plain
-    if len(chosen) != 1:
-        names = ", ".join(found and [g.name for g in found] or gpus())
-        raise ValueError(f'card was {card!r}; accepted: {names}, words of one, or a size such as "6 GiB"')
+    names = ", ".join(found and [g.name for g in found] or gpus())
+    accept(len(chosen) == 1, "card", card, f'{names}, words of one, or a size such as "6 GiB"')
     return chosen[0]
 
 
@@ -287,11 +288,8 @@ def reserved_limit(size: int, context: int):
     import torch
 
     total = torch.cuda.get_device_properties(0).total_memory
-    if not 0 < size - context <= total:
-        raise ValueError(
-            f"size was {size:,} with a context of {context:,} bytes; "
-            f"accepted: more than the context, up to this card's {total:,}"
-        )
+    fits = 0 < size - context <= total
+    accept(fits, "size", size, f"more than the context of {context} bytes, up to this card's {total} more")
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((size - context) / total)
     try:
