@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import date
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def run_lesson(path: Path, keep: Path | None = None, folder: Path | None = None,
     folder: where to run, in place of a foreign folder with the course on its path.
     """
     content = json.loads(path.read_text(encoding="utf-8"))
-    result = {"name": path.stem, "status": "passed", "reason": "", "seconds": 0.0, "figures": {}, "inside": None}
+    result = blank(path, "passed")
     missing = [name for name in content["metadata"]["course"]["needs"] if not importlib.util.find_spec(name)]
     if missing:
         return {**result, "status": "skipped", "reason": f"needs {', '.join(missing)}"}
@@ -85,6 +85,25 @@ def run_lesson(path: Path, keep: Path | None = None, folder: Path | None = None,
             unfinished.replace(keep)
     result["seconds"] = round(time.perf_counter() - started, 1)
     return result
+
+
+def blank(path: Path, status: str) -> dict:
+    """A row of course.json without figures."""
+    return {"name": path.stem, "status": status, "reason": "", "seconds": 0.0, "figures": {}, "inside": None}
+
+
+@contextmanager
+def undisturbed():
+    """Without interrupts: what is written meanwhile takes a moment, and people press Ctrl-C twice."""
+    before = {}
+    with suppress(ValueError):  # not in the main thread
+        for asked in (signal.SIGINT, signal.SIGTERM):
+            before[asked] = signal.signal(asked, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for asked, handler in before.items():
+            signal.signal(asked, handler or signal.SIG_DFL)
 
 
 def _reported(written: dict, result: dict) -> dict:
@@ -227,17 +246,21 @@ def machine_facts() -> tuple[dict, str]:
 def run(paths: list[Path], keep: bool = True, record: bool = False) -> list[dict]:
     """Run lessons in order; one that fails leaves the others' results, an interrupt those before it."""
     results = []
-    for path in paths:
-        say(f"{path.stem} …")
-        with tempfile.TemporaryDirectory() as folder:
-            executed = Path(folder, path.name) if record else REPORTS / "executed" / path.name
-            results.append(run_lesson(path, executed if keep else None))
-            last = results[-1]
-            if record and last["status"] == "passed":
-                write_recording(path, last, executed)
-        say(f"{path.stem} {last['status']} in {last['seconds']:.0f} s {last['reason'][:500]}".rstrip())
-        if last["status"] == "interrupted":
-            break
+    try:
+        for path in paths:
+            say(f"{path.stem} …")
+            with tempfile.TemporaryDirectory() as folder:
+                executed = Path(folder, path.name) if record else REPORTS / "executed" / path.name
+                results.append(run_lesson(path, executed if keep else None))
+                last = results[-1]
+                if record and last["status"] == "passed":
+                    with undisturbed():
+                        write_recording(path, last, executed)
+            say(f"{path.stem} {last['status']} in {last['seconds']:.0f} s {last['reason'][:500]}".rstrip())
+            if last["status"] == "interrupted":
+                break
+    except KeyboardInterrupt:  # between two lessons
+        results += [blank(path, "interrupted") for path in paths[len(results) :][:1]]
     return results
 
 
@@ -285,7 +308,7 @@ def table(results: list[dict]) -> str:
                     "memory ratio": shown(result["figures"], "memory_ratio", "{:.2f}".format),
                     "time ratio": shown(result["figures"], "time_ratio", "{:.2f}".format),
                     "bounds": verdicts[result["inside"]],
-                    "reason": result["reason"][:160],
+                    "reason": " ".join(result["reason"].split())[:160],
                 }
                 for result in results
             ]
@@ -304,7 +327,7 @@ def main(given: list[str] | None = None) -> int:
         execution.add_argument(name, type=Path)
     arguments = parser.parse_args(given)
     if arguments.command == "execute":
-        if not arguments.path.is_file():
+        if arguments.path.suffix != ".ipynb" or not arguments.path.is_file():
             parser.error(f"no notebook at {str(arguments.path)!r}: give the path of one")
         return execute(arguments.path, arguments.executed, arguments.wrong)
     from tutorial_utils import bounds, machine
@@ -327,19 +350,20 @@ def main(given: list[str] | None = None) -> int:
             if os.environ.pop("COURSE_BUSY", None):  # said by the notebook that records, of a moment that is over
                 os.environ.pop("OMP_WAIT_POLICY", None)
         results = run(chosen, record=recording)
-    about, slug = machine_facts()
-    say("\n" + table(results))
-    if arguments.command == "run":
-        bounds.write(REPORTS / "course.json", {**about, "lessons": results})
-        print("\nreports/course.json; the executed notebooks are in reports/executed")
-    if arguments.command == "record":
-        recorded = [result["name"] for result in results if result["status"] == "passed" and result["figures"]]
-        where = os.path.relpath(bounds.folder() / f"{slug}.json")
-        print(f"\n{len(recorded)} of {len(chosen)} lessons recorded in {where}")
-    if arguments.command == "lesson" or (arguments.command == "record" and slug == "cpu"):
-        import stamp
+    with undisturbed():
+        about, slug = machine_facts()
+        say("\n" + table(results))
+        if arguments.command == "run":
+            bounds.write(REPORTS / "course.json", {**about, "lessons": results})
+            print("\nreports/course.json; the executed notebooks are in reports/executed")
+        if arguments.command == "record":
+            recorded = [result["name"] for result in results if result["status"] == "passed" and result["figures"]]
+            where = os.path.relpath(bounds.folder() / f"{slug}.json")
+            print(f"\n{len(recorded)} of {len(chosen)} lessons recorded in {where}")
+        if arguments.command == "lesson" or (arguments.command == "record" and slug == "cpu"):
+            import stamp
 
-        stamp.main([])
+            stamp.main([])
     statuses = {result["status"] for result in results}
     return 130 if "interrupted" in statuses else int("failed" in statuses)
 

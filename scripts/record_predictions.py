@@ -179,7 +179,7 @@ def main(arguments: list[str] | None = None):
     choices = options.parse_args(arguments)
     gpu = machine.this_gpu()
     if gpu is None:
-        sys.exit("record_predictions.py: no GPU that this torch can use: run it where there is one; nothing was written")
+        sys.exit("record_predictions.py: no GPU that this torch can use: run it where one is; nothing was written")
     here = machine.facts()
     rows = record(grid(), gpu, here.bf16, choices.minutes)
     about = {"machine": {"name": here.name, "memory_bytes": here.memory}, "versions": here.versions}

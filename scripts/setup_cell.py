@@ -3,6 +3,7 @@ REPOSITORY = ""  # where the course comes from when no kit is attached
 import importlib.util
 import os
 import pathlib
+import site
 import subprocess
 import sys
 
@@ -18,9 +19,12 @@ if importlib.util.find_spec("tutorial_utils") is None:
         sys.path.insert(0, str(nearby[0]))
     elif wheels or (NETWORK and REPOSITORY):
         source = str(wheels[-1]) if wheels else f"git+{REPOSITORY}"
-        subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", source], check=True)
-        print("tutorial_utils: installed from", "the kit" if wheels else REPOSITORY)
-    else:
+        done = subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", source])
+        if site.ENABLE_USER_SITE:  # pip installs there if the environment is read-only
+            sys.path.append(site.getusersitepackages())
+        how = "could not be installed (pip says why) from" if done.returncode else "installed from"
+        print("tutorial_utils:", how, "the kit" if wheels else REPOSITORY)
+    if importlib.util.find_spec("tutorial_utils") is None:
         raise ModuleNotFoundError("tutorial_utils: attach the offline kit or put it beside this file")
 
 from tutorial_utils import machine

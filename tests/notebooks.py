@@ -1,5 +1,6 @@
 """The lessons as the tests read and run them."""
 
+import ast
 import contextlib
 import io
 import itertools
@@ -11,6 +12,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 _numbers = itertools.count()
 LESSONS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+
+
+def code_lines(source: str) -> int:
+    """Lines that hold code: no blanks, no comments, no docstrings."""
+    tree, docstrings = ast.parse(source), set()
+    for node in ast.walk(tree):
+        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node)
+        if documented:
+            docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    lines = enumerate(source.splitlines(), 1)
+    return sum(bool(line.strip()) and line.strip()[0] != "#" and number not in docstrings for number, line in lines)
 
 
 class Lesson:

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from test_forks import EVERY
 
 import platforms
+from notebooks import ROOT
 from tutorial_utils import bounds, data, explorer, figures, machine, measure, models, names, predict, times
 
 JUNK = st.one_of(
@@ -29,6 +30,7 @@ JUNK = st.one_of(
     st.binary(max_size=4), st.lists(st.integers(), max_size=2),
     st.dictionaries(st.text(max_size=2), st.integers(), max_size=1),
 )  # fmt: skip
+MEMORY = measure.Memory(1, dict.fromkeys(measure.ROLES, 0), [(0,) * len(measure.ROLES)], ["start"])
 ran = []  # a name for each case
 
 
@@ -246,3 +248,38 @@ def test_commands(command, words):
 def test_there_were_enough():
     if EVERY:
         assert len(ran) >= 2000, f"{len(ran)} cases"
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: machine.gpu("9" * 400 + " GiB"), "card was '999"),
+        (lambda: models.build("tiny", 2, hidden_size=0), "hidden_size was 0"),
+        (lambda: models.build("tiny", 2, num_hidden_layers=-1), "num_hidden_layers was -1"),
+        (lambda: models.build("tiny", 2, num_hidden_layers=True), "num_hidden_layers was True"),
+        (lambda: names.checkpoint_layers(torch.nn.Linear(2, 2), 1), "model was Linear"),
+        (lambda: measure.memory(print, torch.nn.Linear(2, 2), torch.optim.SGD), "optimizer was"),
+        (lambda: measure.timing({"a": print}, rounds=True), "rounds was True"),
+        (lambda: predict.step_memory(lambda: 3, 1, 8), "what model returned was 3"),
+        (lambda: predict.step_memory("tiny", 1, 8, optimizer=torch.optim.SGD), "optimizer was <class"),
+        (lambda: models.build("tiny", 2, hidden_act="nope"), "hidden_act was 'nope'; accepted: gelu"),
+        (lambda: models.build("tiny", 2, max_position_embeddings=-1), "max_position_embeddings was -1"),
+        (lambda: models.build("tiny", 2, hidden_dropout_prob=math.nan), "hidden_dropout_prob was nan"),
+        (lambda: models.build("tiny", 2, hidden_dropout_prob=1.5), "hidden_dropout_prob was 1.5"),
+        (lambda: data.encode([{"text": "words", "label": 0}], None), "tokenizer was None"),
+        (lambda: figures.memory_bars({"a": MEMORY}, outside=True), "outside was True"),
+        (lambda: bounds.compare("00_memory_anatomy", None), "figures was None"),
+        (lambda: bounds.compare("00_memory_anatomy", {"a": "1"}), "figures was"),
+        (lambda: bounds.compare("00_memory_anatomy", {"a": 10**400}), "figures was"),
+        (lambda: bounds.compare(["a"], {}), "lesson was"),
+        (lambda: bounds.claims("nope", {}, {}), "lesson was 'nope'"),
+        (lambda: bounds.load(ROOT), "is not JSON"),
+        (lambda: figures.size("x"), "count was 'x'"),
+        (lambda: figures.size(10**400), "count was"),
+        (lambda: figures.memory_bars({"a": MEMORY}, "T4"), "card was 'T4'"),
+    ],
+)
+def test_what_was_found_by_hand(call, named):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert named in str(error.value)

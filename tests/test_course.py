@@ -176,6 +176,19 @@ def test_an_interrupt_ends_the_course(small_course, how):
     assert len(family) >= 2 and not any(member.is_running() for member in family), "a kernel was left"
 
 
+def test_an_interrupt_between_two_lessons_keeps_the_results(small_course, monkeypatch, capsys):
+    def interrupted(text, say=course.say):
+        say(text)
+        if text.startswith("01_fails failed"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(course, "say", interrupted)
+    assert run(monkeypatch, "run") == 130
+    rows = json.loads((small_course / "reports" / "course.json").read_text())["lessons"]
+    assert {row["name"]: row["status"] for row in rows} == {"01_fails": "failed", "02_skipped": "interrupted"}
+    assert re.search(r"02_skipped +interrupted", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("jupyter", [True, False], ids=["jupyter", "no jupyter"])
 def test_cells_that_lack_what_is_left_out_say_so_and_no_others(tmp_path, monkeypatch, capsys, jupyter):
     """The package itself, what it is needed for by name, and a name of a cell that was left out."""

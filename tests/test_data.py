@@ -123,8 +123,28 @@ def test_bad_loaders():
         data.loader(rows, tokenizer, -1)
     with pytest.raises(ValueError, match="padding was 'left'"):
         data.loader(rows, tokenizer, 1, padding="left")
-    with pytest.raises(ValueError, match="row 0 has .* for a text; accepted: words"):
-        data.encode([{"text": "", "label": 0}], tokenizer)
+    for text in ("", "half a pair \ud800"):
+        with pytest.raises(ValueError, match="the text of row 0 was .*; accepted: words"):
+            data.encode([{"text": text, "label": 0}], tokenizer)
+    for label in (None, "x", float("nan")):
+        with pytest.raises(ValueError, match="the label of row 0 was .*; accepted: a number"):
+            data.encode([{"text": "a word", "label": label}], tokenizer)
+    for changes in ({"seed": -1}, {"seed": float("nan")}, {"seed": 10**30}, {"shuffle": "no"}):
+        with pytest.raises(ValueError, match=f"{next(iter(changes))} was .*; accepted: "):
+            data.loader(rows, tokenizer, 1, **changes)
+    for given in (None, 3, "a word"):
+        with pytest.raises(ValueError, match="rows was .*; accepted: dicts"):
+            data.encode(given, tokenizer)
+    for source in ("hub:", "hub:x y", "hub:a/b/c", "hub:/etc/passwd", "hub:x/.."):
+        with pytest.raises(ValueError, match="source was .*; accepted: "):
+            data.load(source)
+    with pytest.raises(FileNotFoundError, match="no file at"):
+        data.load("a" * 5000 + ".csv")
+
+
+def test_rows_may_come_from_an_iterator():
+    rows = [{"text": "a word", "label": 0}] * 4
+    assert len(data.encode(iter(rows), data.tokenizer())) == 4
 
 
 def test_max_length_padding_has_one_shape():

@@ -184,6 +184,16 @@ def test_setup_finds_the_course_beside_the_notebook(other_environment, tmp_path)
     assert "executed" in done.stdout, done.stderr
 
 
+def test_setup_says_what_to_do_where_the_kit_is_cut_off(other_environment, tmp_path):
+    python, _ = other_environment
+    subprocess.run([python, "-m", "pip", "uninstall", "-qy", "tutorial_utils"], capture_output=True)
+    (half := tmp_path / "kit" / "tutorial_utils-1.0-py3-none-any.whl").parent.mkdir()
+    half.write_bytes(b"PK" + bytes(1000))
+    done = execute(python, setup_alone(tmp_path), tmp_path, COURSE_KIT=str(half.parent))
+    assert "executed" not in done.stdout and "CalledProcessError" not in done.stderr
+    assert "tutorial_utils: attach the offline kit or put it beside this file" in done.stderr
+
+
 def test_setup_says_what_to_do_where_the_course_is_nowhere(other_environment, tmp_path):
     python, _ = other_environment
     subprocess.run([python, "-m", "pip", "uninstall", "-qy", "tutorial_utils"], capture_output=True)

@@ -115,6 +115,23 @@ def test_a_missing_package_is_named_and_not_installed_unasked(monkeypatch, capsy
     assert machine.need("torch", "everything") and not capsys.readouterr().out
 
 
+def test_a_package_that_pip_puts_into_a_new_folder_of_the_user_is_there_at_once(monkeypatch, tmp_path):
+    """As where the environment is read-only."""
+    (tmp_path / "kit").mkdir()
+
+    def pip(*_, **__):
+        (tmp_path / "user").mkdir()
+        (tmp_path / "user" / "of_the_user.py").touch()
+        return subprocess.CompletedProcess([], 0)
+
+    monkeypatch.setattr(machine, "_wheels", lambda: [tmp_path / "kit"])
+    monkeypatch.setattr(machine.subprocess, "run", pip)
+    monkeypatch.setattr(machine.site, "getusersitepackages", lambda: str(tmp_path / "user"))
+    monkeypatch.setattr(machine.sys, "path", list(machine.sys.path))
+    monkeypatch.setattr(machine.importlib.metadata, "version", lambda name: "1.0")
+    assert machine.need("of_the_user", "its cells")
+
+
 def test_an_old_torchao_is_hidden_from_peft(monkeypatch):
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(machine.importlib.metadata, "version", lambda name: "0.16.1")

@@ -1,6 +1,5 @@
 """The project's own promises: sizes, pins, imports, stamps, pictures."""
 
-import ast
 import re
 import subprocess
 import sys
@@ -9,7 +8,7 @@ import tomllib
 import pytest
 import stamp
 
-from notebooks import ROOT
+from notebooks import ROOT, code_lines
 from tutorial_utils import figures, measure
 
 PACKAGE = sorted((ROOT / "tutorial_utils").glob("*.py"))
@@ -35,17 +34,6 @@ def test_pins_are_inside_the_supported_ranges():
     assert project["dependencies"] == [f"torch>={OLDEST['torch']}", f"transformers>={OLDEST['transformers']}"]
 
 
-def code_lines(source: str) -> int:
-    """Lines that hold code: no blanks, no comments, no docstrings."""
-    tree, docstrings = ast.parse(source), set()
-    for node in ast.walk(tree):
-        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node)
-        if documented:
-            docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    lines = enumerate(source.splitlines(), 1)
-    return sum(bool(line.strip()) and line.strip()[0] != "#" and number not in docstrings for number, line in lines)
-
-
 def test_the_package_is_thin():
     lines = sum(code_lines(path.read_text()) for path in PACKAGE)
     assert lines <= 1900, f"tutorial_utils has {lines} lines of code"
@@ -67,7 +55,19 @@ def test_importing_adds_little_to_torch_and_transformers(quiet):
 
 
 def test_dependencies_point_one_way():
-    order = ["machine", "data", "models", "names", "times", "measure", "predict", "figures", "bounds", "explorer"]
+    order = [
+        "check",
+        "machine",
+        "data",
+        "models",
+        "names",
+        "times",
+        "measure",
+        "predict",
+        "figures",
+        "bounds",
+        "explorer",
+    ]
     for path in PACKAGE:
         for imported in re.findall(r"^(?:    )*from \.(\w*) import|^from \. import (.+)$", path.read_text(), re.M):
             for name in filter(None, re.split(r"[ ,]+", " ".join(imported))):

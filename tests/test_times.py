@@ -78,6 +78,13 @@ def test_arithmetic_keeps_whether_a_figure_settled():
         good * bad,
         sum([bad, good]),
         statistics.median([bad, bad]),
+        -bad,
+        abs(bad),
+        bad**2,
+        2**bad,
+        bad // 1,
+        bad % 3,
+        round(bad, 1),
     ):
         assert not made.settled
     assert (good / 2 + 1).settled and good / 2 + 1 == 2.0 and f"{bad:.1f}" == "4.0"

@@ -12,12 +12,15 @@ tightly, by `tolerance` around a recording of this very machine and these versio
 import importlib.util
 import json
 import math
+import numbers
 import os
+import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import machine
+from .check import accept
 from .figures import Table, size
 from .times import Figure
 
@@ -113,9 +116,14 @@ def compare(lesson: str, figures: dict[str, float], predicted: dict[str, float] 
     predicted: the prediction for this machine of each figure in bytes.
     ValueError where a figure has no bound, a bound no figure, or a recording lacks one.
     """
-    here = machine.facts()
+    right = isinstance(figures, dict) and all(
+        value is None or isinstance(value, numbers.Real) and abs(value) <= sys.float_info.max
+        for value in figures.values()
+    )
+    accept(right, "figures", figures, "finite numbers by name, or None")
     cannot = {name for name, value in figures.items() if value is None}
     figures = {name: value for name, value in figures.items() if name not in cannot}
+    here = machine.facts()
     _report(lesson, figures)
     expected = {name: bound for name, bound in _expected(lesson, here).items() if name not in cannot}
     if set(expected) != set(figures):
@@ -131,7 +139,9 @@ def compare(lesson: str, figures: dict[str, float], predicted: dict[str, float] 
 
 
 def _bounds(lesson: str) -> dict:
-    return tomllib.loads((FACTS / "bounds.toml").read_text(encoding="utf-8")).get(lesson, {})
+    known = tomllib.loads((FACTS / "bounds.toml").read_text(encoding="utf-8"))
+    accept(isinstance(lesson, str) and lesson in known, "lesson", lesson, ", ".join(known))
+    return known[lesson]
 
 
 def _expected(lesson: str, here) -> dict:
@@ -149,7 +159,7 @@ def load(path: Path) -> dict:
     """A bounds file. ValueError where it is not one."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{path.name} is not JSON ({error}): {_AGAIN}") from None
     _has(content, ("machine", "lessons"), path.name)
     _has(content["lessons"], (), f"{path.name}: lessons")
@@ -223,18 +233,11 @@ def _bound(name: str, value: float, expected: dict, here, sources: dict[str, dic
 def _report(lesson: str, figures: dict, verdict: Verdict | None = None):
     """For the course runner: the figures, to the file that it named; before and after they were judged."""
     if path := os.environ.get("COURSE_REPORT"):
-        judged = {
-            "inside": verdict and not verdict.outside,
-            "not_judged": {
-                bound.figure: bound.verdict for bound in verdict.bounds if bound.verdict in UNJUDGED
-            }
-            if verdict
-            else {},
-        }
+        bounds = verdict.bounds if verdict else []
+        not_judged = {bound.figure: bound.verdict for bound in bounds if bound.verdict in UNJUDGED}
+        judged = {"inside": verdict and not verdict.outside, "not_judged": not_judged, "left_out": machine.left_out}
         times = [name for name, value in figures.items() if isinstance(value, Figure)]
-        write(
-            Path(path), {"lesson": lesson, "figures": figures, "times": times, **judged, "left_out": machine.left_out}
-        )
+        write(Path(path), {"lesson": lesson, "figures": figures, "times": times, **judged})
 
 
 def write(path: Path, content: dict):
@@ -255,6 +258,7 @@ def claims(lesson: str, measured: dict[str, float], predicted: dict[str, float])
     all it says. GPU is – for what lessons only predict. Without evidence the verdict is open, with
     what the claim `needs`; ValueError where it needs nothing.
     """
+    _bounds(lesson)  # or it is none
     every = tomllib.loads((FACTS / "claims.toml").read_text(encoding="utf-8")).values()
     return [_claim(claim, measured, predicted) for claim in every if claim["lesson"] == lesson]
 

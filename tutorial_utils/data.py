@@ -10,14 +10,17 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
+
+from .check import accept
 
 LIBRARIES = ("python", "numpy", "torch", "transformers")
 TINY = Path(__file__).parent / "tiny"
@@ -59,11 +62,11 @@ def load(source: str = "docstrings", text: str = "text", label: str = "label") -
     """
     if source == "docstrings":
         return _docstrings()
-    if isinstance(source, str) and source.startswith("hub:"):
+    if isinstance(source, str) and re.fullmatch(r"hub:(\w[\w.-]*/)?\w[\w.-]*", source, re.ASCII):
         return _hub(source.removeprefix("hub:"), text, label)
     if isinstance(source, str) and source.endswith(".csv"):
         return _csv(Path(source), text, label)
-    raise ValueError(f'source was {source!r}; accepted: "docstrings", "hub:owner/name", or the path of a .csv file')
+    accept(False, "source", source, '"docstrings", "hub:owner/name", or the path of a .csv file')
 
 
 def tokenizer():
@@ -79,16 +82,24 @@ def encode(rows, tokenizer, length: int | None = None) -> list[dict]:
     length: cut texts to this many tokens. Without it nothing is cut, and a text longer than the
     tokenizer's model accepts raises ValueError.
     """
-    limit = tokenizer.model_max_length
-    if length is not None and not (type(length) is int and 2 < length <= limit):
-        raise ValueError(f"length was {length!r}; accepted: 3 to {limit}, the positions this model has")
+    several = isinstance(rows, Iterable) and not isinstance(rows, (str, bytes))
+    accept(several, "rows", rows, "dicts with a text and a label, one or more")
+    known = callable(tokenizer) and hasattr(tokenizer, "model_max_length")
+    accept(known, "tokenizer", tokenizer, "a tokenizer of transformers, such as data.tokenizer()")
+    rows, limit = list(rows), tokenizer.model_max_length  # an iterator is read once
+    fits = length is None or type(length) is int and 2 < length <= limit
+    accept(fits, "length", length, f"3 to {limit}, the positions this model has")
     for number, row in enumerate(rows):
-        if not isinstance(row, dict) or not {"text", "label"} <= row.keys():
-            raise ValueError(f"row {number} was {str(row)[:60]!r}; accepted: dicts with a text and a label")
+        known = isinstance(row, dict) and {"text", "label"} <= row.keys()
+        accept(known, f"row {number}", row, "dicts with a text and a label")
+        label = row["label"]
+        answer = not isinstance(label, str) and label is not None and label == label
+        accept(answer, f"the label of row {number}", label, "a number, from 0 on")
     texts = [row["text"] for row in rows]
     for number, text in enumerate(texts):
-        if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"row {number} has {text!r} for a text; accepted: words. Remove it or fill it in")
+        # A half of a surrogate pair is no letter, and no tokenizer takes it.
+        words = isinstance(text, str) and text.strip() and text.encode(errors="ignore").decode() == text
+        accept(words, f"the text of row {number}", text, "words. Remove it or fill it in")
     if not texts:
         return []
     encoded = tokenizer(texts, truncation=length is not None, max_length=length, verbose=False)
@@ -112,10 +123,11 @@ def loader(
     import torch
     from transformers import DataCollatorWithPadding
 
-    if type(batch_size) is not int or batch_size < 1:
-        raise ValueError(f"batch_size was {batch_size!r}; accepted: 1 or more")
-    if padding not in ("longest", "max_length"):
-        raise ValueError(f'padding was {padding!r}; accepted: "longest" or "max_length"')
+    for name, value, least in (("batch_size", batch_size, 1), ("seed", seed, 0)):
+        right = type(value) is int and least <= value < 2**63
+        accept(right, name, value, f"{least} or more, below 2 to the power of 63")
+    accept(type(shuffle) is bool, "shuffle", shuffle, "True or False")
+    accept(padding in ("longest", "max_length"), "padding", padding, '"longest" or "max_length"')
     examples = encode(rows, tokenizer, length)
     order = torch.Generator().manual_seed(seed)
     collate = DataCollatorWithPadding(tokenizer, padding=padding, max_length=length)
@@ -213,7 +225,7 @@ def _texts_of(source: bytes):
 
 
 def _csv(path: Path, text: str, label: str) -> Corpus:
-    if not path.is_file():
+    if not os.path.isfile(path):  # which is False for a name that is too long, where Path.is_file raises
         raise FileNotFoundError(f"no file at {str(path)!r}: give the path of a CSV file with a header")
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:

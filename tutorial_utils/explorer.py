@@ -3,6 +3,7 @@
 import html
 
 from . import figures, machine, models, predict
+from .check import accept
 
 LENGTHS, BATCHES, CHECKPOINTS = (32, 64, 128, 256, 512), (1, 2, 4, 8, 16, 32, 64), {"none": 0, "every layer": 1}
 
@@ -14,13 +15,9 @@ def panel(model: str = "bert-large-uncased", card: str = "Tesla T4", batch: int 
     card: a GPU of facts/gpus.toml or a size such as "6 GiB". ValueError for what the controls do not offer.
     """
     gpu = machine.gpu(card)
-    for name, given, accepted in (
-        ("model", model, models.names()),
-        ("batch", batch, BATCHES),
-        ("length", length, LENGTHS),
-    ):
-        if given not in accepted:
-            raise ValueError(f"{name} was {given!r}; accepted: {', '.join(map(str, accepted))}")
+    offered = {"model": (model, models.names()), "batch": (batch, BATCHES), "length": (length, LENGTHS)}
+    for name, (given, accepted) in offered.items():
+        accept(given in accepted, name, given, ", ".join(map(str, accepted)))
     try:
         import ipywidgets
         from IPython import get_ipython

@@ -10,6 +10,7 @@ import itertools
 import math
 import numbers
 
+from .check import accept
 from .measure import ROLES, GiB, Memory, MiB
 
 COLOURS = dict(zip(ROLES, ("#4a7fb5", "#d9623b", "#b08a1e", "#8e6bbf", "#3f9a5f", "#909090")))
@@ -40,6 +41,8 @@ class Table:
 
 def size(count: float) -> str:
     """Bytes as MiB, or as GiB from one GiB on."""
+    right = isinstance(count, numbers.Real) and not (isinstance(count, int) and abs(count) > 2**1000)
+    accept(right, "count", count, "a number of bytes")
     return f"{count / GiB:.2f} GiB" if abs(count) >= GiB else f"{count / MiB:.1f} MiB"
 
 
@@ -60,6 +63,9 @@ def memory_bars(reports: dict[str, Memory], card: int | None = None, card_name="
     outside: also what a prediction's card holds besides tensors. show: what takes the picture, in place of display.
     """
     _some("reports", reports, Memory)
+    accept(card is None or isinstance(card, numbers.Real), "card", card, 'bytes, such as machine.card("Tesla T4")')
+    predicted = not outside or all(hasattr(report, "card_bytes") for report in reports.values())
+    accept(predicted, "outside", outside, "False, or True for predictions, which know it")
     if (axes := _axes(max(1.8, 0.9 + 0.45 * len(reports)))) is None:
         return
     peak = max(report.peak for report in reports.values())
@@ -140,9 +146,9 @@ def lines(series: dict[str, dict[float, float]], x: str, y: str, logarithmic: bo
 
 def _some(name: str, given, kind: type):
     """ValueError where there is nothing to show, or something else than what is shown."""
-    if not isinstance(given, dict) or not given or not all(isinstance(value, kind) for value in given.values()):
-        what = {numbers.Real: "numbers", Memory: "measure.Memory", dict: "points {x: y}"}[kind]
-        raise ValueError(f"{name} was {str(given)[:100]!r}; accepted: {what} by name, one or more")
+    what = {numbers.Real: "numbers", Memory: "measure.Memory", dict: "points {x: y}"}[kind]
+    right = isinstance(given, dict) and given and all(isinstance(value, kind) for value in given.values())
+    accept(right, name, given, f"{what} by name, one or more")
 
 
 def _scale(peak: int) -> tuple[int, str]:

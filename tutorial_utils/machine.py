@@ -4,10 +4,12 @@ import ast
 import importlib.metadata
 import importlib.util
 import json
+import locale
 import logging
 import os
 import platform
 import re
+import site
 import subprocess
 import sys
 import tempfile
@@ -17,6 +19,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+
+from .check import accept
 
 GiB = 2**30
 # The oldest versions that the lessons run on, those of platforms/, and the newest that they were tested with.
@@ -119,6 +123,7 @@ def start(network: bool = False) -> Machine:
     except FileNotFoundError:  # torch, too, cannot be imported without one
         raise RuntimeError("no folder for temporary files has room: free some space, or name one in TMPDIR") from None
     _give_way()
+    _read_utf_8()
     count = _one_gpu()
     hide_old_torchao()
     with warnings.catch_warnings():
@@ -135,13 +140,21 @@ def start(network: bool = False) -> Machine:
     return here
 
 
+def _read_utf_8():
+    """Where the locale has ASCII alone: torch opens its own templates, in UTF-8, in the locale's encoding."""
+    if "utf" not in locale.getpreferredencoding(False).lower():
+        with suppress(locale.Error):
+            locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
+        os.environ["PYTHONUTF8"] = "1"  # for the processes that the lesson starts
+
+
 def need(package: str, what: str) -> bool:
     """Whether a package is here; if not, it is taken from the kit, or from the network if the lesson may.
 
     Where it cannot be had, a line says that `what` is left out, and the runner's table will.
     """
-    if not isinstance(package, str) or not package.isidentifier():
-        raise ValueError(f"package was {package!r}; accepted: the name by which it is imported")
+    known = isinstance(package, str) and package.isidentifier()
+    accept(known, "package", package, "the name by which it is imported")
     hidden = package in sys.modules and sys.modules[package] is None
     if not hidden and (importlib.util.find_spec(package) or _install(package)):
         return True
@@ -280,7 +293,7 @@ def gpu(card: str | int | Gpu) -> Gpu:
     """
     if isinstance(card, Gpu):
         return card
-    size = re.fullmatch(r"(\d+(\.\d+)?) ?GiB", card.strip(), re.ASCII) if isinstance(card, str) else None
+    size = re.fullmatch(r"(\d{1,6}(\.\d+)?) ?GiB", card.strip(), re.ASCII) if isinstance(card, str) else None
     count = round(float(size[1]) * GiB) if size else card
     if isinstance(count, int) and not isinstance(count, bool) and count > 0:
         return Gpu(f"{count / GiB:g} GiB", count, None)
@@ -288,9 +301,8 @@ def gpu(card: str | int | Gpu) -> Gpu:
     found = {g: words for g, words in found.items() if set(re.split(r"[ -]", str(card).lower())) <= words}
     plain = [g for g, words in found.items() if all(words <= others for others in found.values())]
     chosen = [g for g in found if str(card) in (g.name, g.short)] or plain
-    if len(chosen) != 1:
-        names = ", ".join(found and [g.name for g in found] or gpus())
-        raise ValueError(f'card was {card!r}; accepted: {names}, words of one, or a size such as "6 GiB"')
+    names = ", ".join(found and [g.name for g in found] or gpus())
+    accept(len(chosen) == 1, "card", card, f'{names}, words of one, or a size such as "6 GiB"')
     return chosen[0]
 
 
@@ -305,11 +317,8 @@ def reserved_limit(size: int, context: int):
     import torch
 
     total = torch.cuda.get_device_properties(0).total_memory
-    if not 0 < size - context <= total:
-        raise ValueError(
-            f"size was {size:,} with a context of {context:,} bytes; "
-            f"accepted: more than the context, up to this card's {total:,}"
-        )
+    fits = 0 < size - context <= total
+    accept(fits, "size", size, f"more than the context of {context} bytes, up to this card's {total} more")
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((size - context) / total)
     try:
@@ -422,6 +431,8 @@ def _install(package: str) -> bool:
             command = [*pip, f"--constraint={constraints.name}", *options, package]
             done = subprocess.run(command, capture_output=True, text=True)
         importlib.invalidate_caches()
+        if done.returncode == 0 and not importlib.util.find_spec(package):
+            site.addsitedir(site.getusersitepackages())  # where pip installs if the environment is read-only
         if done.returncode == 0 and importlib.util.find_spec(package):
             print(f"{package} {importlib.metadata.version(package)}: installed from {source}")
             return True

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from . import kernels
+from .check import accept
 from .times import Figure, Timing, timing
 
 __all__ = ["Figure", "Memory", "Timing", "Tracker", "memory", "timing"]
@@ -84,10 +85,11 @@ def memory(step: Callable[[], object], model, optimizer=None, inputs=(), card: i
     would pass it raises torch.OutOfMemoryError, as on a card of that size. ValueError for a compiled model, and for
     what is not accepted. An interrupt comes when the step is done.
     """
-    if not callable(step):
-        raise ValueError(f"step was {step!r}; accepted: a function without arguments that makes one training step")
-    if not isinstance(model, torch.nn.Module) or next(model.parameters(), None) is None:
-        raise ValueError(f"model was {repr(model)[:60]}; accepted: a torch.nn.Module with parameters")
+    accept(callable(step), "step", step, "a function without arguments that makes one training step")
+    trained = isinstance(model, torch.nn.Module) and next(model.parameters(), None) is not None
+    accept(trained, "model", model, "a torch.nn.Module with parameters")
+    keeps = optimizer is None or isinstance(getattr(optimizer, "state", None), collections.abc.Mapping)
+    accept(keeps, "optimizer", optimizer, "an optimizer of torch's kind, or None")
     device = next(model.parameters()).device
     if optimizer is not None and not optimizer.state:
         with Tracker(model, optimizer, inputs, card):
@@ -126,8 +128,7 @@ class Tracker(TorchDispatchMode):
 
     def __init__(self, model, optimizer=None, inputs=(), card: int | None = None, held: Callable | None = None):
         super().__init__()
-        if card is not None and (type(card) is not int or card < 1):
-            raise ValueError(f"card was {card!r}; accepted: a number of bytes, such as machine.card({'Tesla T4'!r})")
+        accept(card is None or type(card) is int and card >= 1, "card", card, 'bytes, such as machine.card("Tesla T4")')
         if hasattr(model, "_orig_mod") or any(module._compiled_call_impl for module in model.modules()):
             raise ValueError("model has compiled modules, whose plain code would run here: ask the allocator")
         self.model, self.optimizer, self.card = model, optimizer, card

@@ -1,9 +1,11 @@
 """Sequence classifiers by name: `build`, `config`, `names`. The sizes are in facts/models.toml."""
 
+import numbers
 import tomllib
 from functools import cache
 from pathlib import Path
 
+from .check import accept
 from .data import TINY
 
 # After this many fine-tuning steps the tiny pretrained model must lead one from random weights on
@@ -32,19 +34,26 @@ def config(name: str, num_labels: int = 2, **changes):
     """
     from transformers import AutoConfig
 
-    if not isinstance(name, str) or name not in _facts():
-        raise ValueError(f"model was {name!r}; accepted: {', '.join(names())}")
-    if type(num_labels) is not int or not 1 <= num_labels <= MOST_LABELS:
-        raise ValueError(f"num_labels was {num_labels!r}; accepted: 1 to {MOST_LABELS:,}")
+    accept(isinstance(name, str) and name in _facts(), "model", name, ", ".join(names()))
+    accept(type(num_labels) is int and 1 <= num_labels <= MOST_LABELS, "num_labels", num_labels, f"1 to {MOST_LABELS}")
     fields = {key: value for key, value in _facts()[name].items() if key != "hub"}
     plain = AutoConfig.for_model(**{**fields, **NO_CACHE}, num_labels=num_labels)
     if not changes:
         return plain
+    from transformers.activations import ACT2FN
+
     if unknown := [key for key in changes if not hasattr(plain, key)]:
         accepted = ", ".join(key for key in plain.to_dict() if key[0] != "_")
         raise ValueError(
             f"changes were {changes}; a configuration of {name} has no {unknown[0]!r}; accepted: {accepted}"
         )
+    for key, value in changes.items():
+        if key.startswith("num_") or key.endswith(("_size", "position_embeddings")):
+            accept(type(value) is int and value >= 1, key, value, "a whole number, 1 or more")
+        elif key.endswith(("_act", "_activation")):
+            accept(isinstance(value, str) and value in ACT2FN, key, value, ", ".join(ACT2FN))
+        elif "dropout" in key and value != getattr(plain, key):
+            accept(isinstance(value, numbers.Real) and 0 <= value <= 1, key, value, "0 to 1")
     return AutoConfig.for_model(**{**fields, **NO_CACHE, **changes}, num_labels=num_labels)
 
 
@@ -58,8 +67,7 @@ def build(name: str, num_labels: int = 2, weights: str = "random", attention: st
     """
     from transformers import AutoModelForSequenceClassification
 
-    if weights not in ("random", "pretrained"):
-        raise ValueError(f'weights was {weights!r}; accepted: "random" or "pretrained"')
+    accept(weights in ("random", "pretrained"), "weights", weights, '"random" or "pretrained"')
     if weights == "pretrained" and changes:
         raise ValueError(f"pretrained weights have a fixed shape; {sorted(changes)} need random weights")
     settings = config(name, num_labels, **changes)
@@ -86,8 +94,7 @@ def check_attention(settings, attention: str | None):
     """ValueError where transformers has no such attention for this architecture."""
     from transformers import AutoModelForSequenceClassification
 
-    if attention not in (None, "eager", "sdpa"):
-        raise ValueError(f'attention was {attention!r}; accepted: "eager" or "sdpa"')
+    accept(attention in (None, "eager", "sdpa"), "attention", attention, '"eager" or "sdpa"')
     try:
         model_class = AutoModelForSequenceClassification._model_mapping[type(settings)]
     except KeyError:

@@ -3,6 +3,8 @@
 Copied cells do without this room: they hold on every version by themselves.
 """
 
+from .check import accept
+
 
 def checkpoint_layers(model, every_n_layers: int = 1, **options):
     """Checkpoint every n-th layer of a transformers model; 0 turns it off. options: of torch's `checkpoint`.
@@ -10,13 +12,14 @@ def checkpoint_layers(model, every_n_layers: int = 1, **options):
     `activation_checkpointing_enable` is the newer name, and `every_n_layers` an argument of some versions only: a
     layer's own switch is older than both.
     """
-    if type(every_n_layers) is not int or every_n_layers < 0:
-        raise ValueError(f"every_n_layers was {every_n_layers!r}; accepted: a whole number, 0 for none")
+    right = type(every_n_layers) is int and every_n_layers >= 0
+    accept(right, "every_n_layers", every_n_layers, "a whole number, 0 for none")
     from transformers.modeling_layers import GradientCheckpointingLayer
 
+    enable = getattr(model, "activation_checkpointing_enable", getattr(model, "gradient_checkpointing_enable", None))
+    accept(enable is not None, "model", model, "a model of transformers")
     if every_n_layers == 0:
         return (getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable)()
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False, **options})
     layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
     for number, layer in enumerate(layers):

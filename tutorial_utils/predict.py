@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from . import kernels, machine, measure, models, names
+from .check import accept
 from .measure import MiB
 
 MOST = 1_000_000  # of texts, tokens and the like: beyond it sizes in bytes overflow
@@ -113,17 +114,16 @@ def step_memory(
     settings = models.config(model, num_labels) if isinstance(model, str) else model
     sizes = dict(accumulate=accumulate, checkpointing=checkpointing, freeze_layers=freeze_layers, lora=lora)
     names = {"precision": precision, "device": device} | ({} if callable(optimizer) else {"optimizer": optimizer})
-    if not isinstance(settings, PretrainedConfig) and not callable(settings):
-        raise ValueError(f"model was {model!r}; accepted: a name, a configuration, or a function that returns a module")
+    known = isinstance(settings, PretrainedConfig) or callable(settings)
+    accept(known, "model", model, "a name, a configuration, or a function that returns a module")
+    made = not inspect.isclass(optimizer)
+    accept(made, "optimizer", optimizer, "a name, or a function of the model that returns one")
     for name, given in (("prepare", prepare), ("step", step)):
-        if given is not None and not callable(given):
-            raise ValueError(f"{name} was {given!r}; accepted: a function")
-    if inputs is not None and not (isinstance(inputs, Mapping) and inputs):
-        raise ValueError(f"inputs was {inputs!r}; accepted: the forward's arguments by name")
-    if type(padded) is not bool:
-        raise ValueError(f"padded was {padded!r}; accepted: True or False")
-    if limit is not None and (type(limit) is not int or limit < 1):
-        raise ValueError(f"limit was {limit!r}; accepted: bytes, 1 or more")
+        accept(given is None or callable(given), name, given, "a function")
+    named = inputs is None or isinstance(inputs, Mapping) and inputs
+    accept(named, "inputs", inputs, "the forward's arguments by name")
+    accept(type(padded) is bool, "padded", padded, "True or False")
+    accept(limit is None or type(limit) is int and limit >= 1, "limit", limit, "bytes, 1 or more")
     _check(settings, sizes | ({"batch": batch, "length": length} if inputs is None else {}), names, lora)
     if step is not None and (accumulate > 1 or PRECISIONS[precision] is not None):
         raise ValueError("accumulate and precision say what the built step does; a step of your own does it itself")
@@ -138,7 +138,9 @@ def step_memory(
         stack.enter_context(_own_overrides())
         stack.enter_context(_semantics(device, gpu))
         stack.enter_context(_understood(fake))
-        network = (settings() if callable(settings) else models.untrained(settings, attention)).train()
+        network = settings() if callable(settings) else models.untrained(settings, attention)
+        accept(isinstance(network, torch.nn.Module), "what model returned", network, "a torch.nn.Module")
+        network.train()
         if not all(isinstance(parameter, FakeTensor) for parameter in network.parameters()):
             raise ValueError("model returned a module that was there before; accepted: a function that makes it")
         stack.enter_context(_without_torchscript(network))
@@ -199,8 +201,7 @@ def _prepared(network, precision, checkpointing, freeze_layers, lora, prepare):
         network.to(torch.bfloat16)
     if freeze_layers:
         layers = max((p for p in network.modules() if isinstance(p, torch.nn.ModuleList)), key=len, default=())
-        if freeze_layers > len(layers):
-            raise ValueError(f"freeze_layers was {freeze_layers}; accepted: up to the {len(layers)} this model has")
+        accept(freeze_layers <= len(layers), "freeze_layers", freeze_layers, f"up to this model's {len(layers)}")
         parameters = list(network.parameters())  # in the order of the model's parts
         last = list(layers[freeze_layers - 1].parameters())[-1]
         for parameter in parameters[: 1 + next(i for i, p in enumerate(parameters) if p is last)]:
@@ -224,8 +225,7 @@ def _optimizer(optimizer, network, device):
     with unset_fake_temporarily():
         if callable(optimizer):
             chosen = optimizer(network)
-            if not hasattr(chosen, "param_groups"):
-                raise ValueError(f"optimizer returned {chosen!r}; accepted: a function that returns an optimizer")
+            accept(hasattr(chosen, "param_groups"), "what optimizer returned", chosen, "a torch.optim.Optimizer")
         elif optimizer == "adamw8bit":
             import bitsandbytes
 
@@ -258,16 +258,13 @@ def _own_overrides():
 def _check(settings, sizes, names, lora):
     for name, value in sizes.items():
         least = 0 if name in ("checkpointing", "freeze_layers", "lora") else 1
-        if type(value) is not int or not least <= value <= MOST:
-            raise ValueError(f"{name} was {value!r}; accepted: a whole number, {least} to {MOST:,}")
-    longest = None if callable(settings) else models.positions(settings)
-    if longest is not None and sizes.get("length", 0) > longest:
-        raise ValueError(f"length was {sizes['length']}; accepted: up to {longest}, the positions this model has")
+        accept(type(value) is int and least <= value <= MOST, name, value, f"a whole number, {least} to {MOST:,}")
+    longest, length = None if callable(settings) else models.positions(settings), sizes.get("length", 0)
+    accept(longest is None or length <= longest, "length", length, f"up to {longest}, the positions this model has")
     accepted = {"optimizer": OPTIMIZERS, "precision": tuple(PRECISIONS), "device": ("cuda", "cpu")}
     for name, value in names.items():
-        if value not in accepted[name]:
-            more = ", or a function of the model" if name == "optimizer" else ""
-            raise ValueError(f"{name} was {value!r}; accepted: {', '.join(accepted[name])}{more}")
+        more = ", or a function of the model" if name == "optimizer" else ""
+        accept(value in accepted[name], name, value, ", ".join(accepted[name]) + more)
     for package, wanted in (("bitsandbytes", names.get("optimizer") == "adamw8bit"), ("peft", lora)):
         if wanted and importlib.util.find_spec(package) is None:
             raise ImportError(f"adamw8bit is of bitsandbytes, lora of peft; not installed: pip install {package}")

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from .check import accept
+
 # A round counts if the process had this share of the processor time that it asked for, or nobody else was there.
 HAD = 0.95
 AGREE = 0.2  # the rounds' median distance from their median, as a share of it
@@ -38,18 +40,18 @@ class Figure(float):
 def _keeping(name):
     compute = getattr(float, name)
 
-    def operation(self, other):
-        value = compute(self, other)
-        if value is NotImplemented:
+    def operation(self, *others):
+        value = compute(self, *others)
+        if not isinstance(value, float):  # NotImplemented, or a whole number of round()
             return value
-        return Figure(value, self.settled and getattr(other, "settled", True))
+        return Figure(value, all(getattr(operand, "settled", True) for operand in (self, *others)))
 
     return operation
 
 
-for _name in ("add", "sub", "mul", "truediv"):
-    for _side in ("__", "__r"):
-        setattr(Figure, f"{_side}{_name}__", _keeping(f"{_side}{_name}__"))
+_TWO = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow"]
+for _name in [*_TWO, *(f"r{name}" for name in _TWO), "neg", "abs", "round"]:
+    setattr(Figure, f"__{_name}__", _keeping(f"__{_name}__"))
 
 
 @dataclass
@@ -82,8 +84,7 @@ class Timing:
         return Figure(value, self.settled and all(map(_agree, self.rounds.values())))
 
     def _of(self, name) -> list[float]:
-        if name not in list(self.rounds):
-            raise ValueError(f"name was {name!r}; accepted: {', '.join(map(str, self.rounds))}")
+        accept(name in list(self.rounds), "name", name, ", ".join(map(str, self.rounds)))
         return self.rounds[name]
 
     def _figure(self, values: list[float]) -> Figure:
@@ -106,10 +107,10 @@ def timing(
     the steps give. ValueError for what is not accepted.
     """
     global _patience
-    if not all(isinstance(count, int) for count in (rounds, warmup)) or rounds < 1 or warmup < 0:
-        raise ValueError(f"rounds was {rounds!r}, warmup {warmup!r}; accepted: 1 or more, 0 or more")
-    if not isinstance(steps, dict) or not steps or not all(map(callable, steps.values())):
-        raise ValueError(f"steps was {steps!r}; accepted: functions by name, one or more")
+    accept(type(rounds) is int and rounds >= 1, "rounds", rounds, "1 or more")
+    accept(type(warmup) is int and warmup >= 0, "warmup", warmup, "0 or more")
+    known = isinstance(steps, dict) and steps and all(map(callable, steps.values()))
+    accept(known, "steps", steps, "functions by name, one or more")
     for _ in range(warmup):
         for step in steps.values():
             _seconds(step)
