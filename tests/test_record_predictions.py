@@ -24,7 +24,7 @@ def test_the_grid_is_large_and_has_each_technique():
 def test_without_a_gpu_nothing_is_written(tmp_path, capsys):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    with pytest.raises(SystemExit, match="no GPU that this torch can use: run it where there is one"):
+    with pytest.raises(SystemExit, match="no GPU that this torch can use: run it where one is"):
         record_predictions.main(["--into", str(tmp_path)])
     assert not list(tmp_path.iterdir())
 
