@@ -421,6 +421,7 @@ def _semantics(device, gpu):
     """
     functions = torch.nn.functional
     attention, dropout, softmax = functions.scaled_dot_product_attention, functions.dropout, functions.softmax
+    cross_entropy = functions.cross_entropy
 
     def cpu_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
         shapes = {(t.dim(), *t.shape[:-2], t.shape[-1]) for t in (query, key, value)}
@@ -463,6 +464,13 @@ def _semantics(device, gpu):
             return aten._softmax(input, dim, True)  # one kernel reads halves and writes floats
         return softmax(_autocast(input, torch.float32), dim, dtype=dtype)
 
+    def cuda_cross_entropy(input, target, *arguments, label_smoothing=0.0, **options):
+        if not torch.is_autocast_enabled("cpu") or label_smoothing or target.is_floating_point():
+            return cross_entropy(input, target, *arguments, label_smoothing=label_smoothing, **options)
+        with torch.autocast("cpu", enabled=False):  # CUDA's has nll_loss in fp32, but no log_softmax of a given type
+            logs = torch.log_softmax(input, min(input.dim() - 1, 1))
+            return functions.nll_loss(logs.float(), target, *arguments, **options)
+
     def in_full(function):
         return lambda input, *arguments, **options: function(_autocast(input, torch.float32), *arguments, **options)
 
@@ -470,9 +478,9 @@ def _semantics(device, gpu):
         replaced, power = {"scaled_dot_product_attention": cpu_attention}, torch.pow
     else:
         # CUDA's autocast computes these in fp32, a CPU's does not. Source: AT_FORALL_FP32 in ATen's autocast_mode.h.
-        full = {name: in_full(getattr(functions, name)) for name in ("layer_norm", "cross_entropy")}
-        replaced = {"scaled_dot_product_attention": cuda_attention, "dropout": cuda_dropout, "softmax": cuda_softmax}
-        replaced, power = replaced | full, in_full(torch.pow)
+        replaced = {"scaled_dot_product_attention": cuda_attention, "dropout": cuda_dropout, "softmax": cuda_softmax,
+                    "cross_entropy": cuda_cross_entropy, "layer_norm": in_full(functions.layer_norm)}  # fmt: skip
+        power = in_full(torch.pow)
     with patch.multiple(functions, **replaced), patch.object(torch, "pow", power):
         yield
 

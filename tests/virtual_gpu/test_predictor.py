@@ -87,3 +87,28 @@ for cell in {STEPS}:
         predicted, counted = eval(line)
         error = {name: predicted[name] / counted[name] - 1 for name in counted}
         assert abs(error["tensors"]) < 0.001 and abs(error["reserved"]) < 0.03 and error["card"] >= 0, (step, error)
+
+
+def test_a_loss_over_a_large_vocabulary():
+    """Under autocast CUDA computes the log-softmax of cross_entropy in halves, and keeps it in both types."""
+    code = """
+from tutorial_utils import predict
+made, texts = lambda: torch.nn.Linear(64, 30_000), {"input": torch.ones(512, 64)}
+def step(model, optimizer, inputs):
+    with torch.autocast("cuda", torch.float16):
+        logits = model(inputs["input"])
+        loss = torch.nn.functional.cross_entropy(logits, torch.zeros(512, dtype=torch.long, device=logits.device))
+    del logits
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+predicted = predict.step_memory(made, inputs=texts, step=step, optimizer="sgd", card="T4").peak
+model, inputs = made().cuda(), {"input": texts["input"].cuda()}
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+step(model, optimizer, inputs)
+torch.cuda.reset_peak_memory_stats()
+step(model, optimizer, inputs)
+print(predicted, torch.cuda.memory_stats()["requested_bytes.all.peak"] - 2 * predict.WORKSPACE)
+"""
+    predicted, counted = map(int, on("T4", code, "none").split())
+    assert abs(predicted / counted - 1) < 0.001, (predicted, counted)
