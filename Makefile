@@ -5,6 +5,8 @@ VIRTUAL := .virtual_gpu
 PIP_OPTIONS := $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
 PYTEST := $(BIN)/python -m pytest -q --durations=10
 ALL_OF := $(foreach part,bad_input decide faults forks machines,tests/test_$(part).py)
+# CARD=T4: on a virtual one, with these values.
+ON = $(if $(CARD),$(VIRTUAL)/bin/python -m virtual_gpu --card $(CARD) --values $(1),$(if $(wildcard .venv/installed),$(BIN)/python,$(PYTHON)))
 NBVAL := -p nbval -o addopts= --nbval-lax --nbval-current-env --nbval-cell-timeout=300 --nbval-sanitize-with=tests/sanitize.cfg
 
 # ONLY="00 05" chooses lessons.
@@ -14,11 +16,11 @@ course: .venv/installed
 lesson: .venv/installed
 	$(BIN)/python scripts/course.py lesson $(L)
 
-record:
-	$(if $(wildcard .venv/installed),$(BIN)/python,$(PYTHON)) scripts/course.py record $(if $(ONLY),--only $(ONLY))
+record: $(if $(CARD),$(VIRTUAL)/installed)
+	$(call ON,all) scripts/course.py record $(if $(ONLY),--only $(ONLY))
 
-record-predictions:
-	$(if $(wildcard .venv/installed),$(BIN)/python,$(PYTHON)) scripts/record_predictions.py
+record-predictions: $(if $(CARD),$(VIRTUAL)/installed)
+	$(call ON,small) scripts/record_predictions.py
 
 lab: .venv/installed
 	PYTHONPATH="$(CURDIR)" $(BIN)/jupyter lab --notebook-dir=notebooks
@@ -51,6 +53,12 @@ virtual-gpu: $(VIRTUAL)/installed
 virtual-gpu-test: $(VIRTUAL)/installed
 	VIRTUAL_GPU_PYTHON=$(VIRTUAL)/bin/python $(PYTEST) tests/virtual_gpu
 
+# Every notebook on a virtual card: CARD=T4, or another of facts/gpus.toml.
+runner: CARD ?= T4
+runner: $(VIRTUAL)/installed
+	rm -rf reports/runner && mkdir -p reports/runner && cp $(or $(foreach n,$(ONLY),notebooks/$(n)_*.ipynb),notebooks/*.ipynb) reports/runner
+	PYTHONPATH="$(CURDIR)" $(call ON,all) -m pytest -q --durations=10 $(subst timeout=300,timeout=900,$(NBVAL)) reports/runner
+
 $(VIRTUAL)/installed: requirements.txt .venv/installed
 	$(BIN)/python -m virtual_gpu.environment $(VIRTUAL)
 	touch $@
@@ -60,4 +68,4 @@ $(VIRTUAL)/installed: requirements.txt .venv/installed
 	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -r requirements.txt
 	touch $@
 
-.PHONY: course lesson record record-predictions lab test test-all all-of kit platform virtual-gpu virtual-gpu-test
+.PHONY: course lesson record record-predictions lab test test-all all-of kit platform virtual-gpu virtual-gpu-test runner

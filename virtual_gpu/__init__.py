@@ -66,23 +66,27 @@ def inherit():
     Called when Python starts in the environment of `make virtual-gpu`: what a script starts is on its card too.
     """
     if SETTINGS in os.environ and "torch" not in sys.modules:
-        sys.meta_path.insert(0, _BeforeTorch())
+        sys.meta_path.insert(0, _Around("torch", _around_torch))
 
 
-class _BeforeTorch:
-    """Finds torch as ever, but loads the libraries before it and what computes values after it."""
+class _Around:
+    """Finds a package as ever, and has it loaded by a function that does something before or after it."""
+
+    def __init__(self, package, function):
+        self.package, self.function = package, function
 
     def find_spec(self, name, path, target=None):
-        if name != "torch":
+        if name != self.package:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-        spec.loader.exec_module = lambda module: _around(partial(load, module))
+        if spec is not None:
+            load = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: self.function(partial(load, module))
         return spec
 
 
-def _around(load_torch):
+def _around_torch(load_torch):
     from . import build
 
     settings = json.loads(os.environ[SETTINGS])
@@ -96,6 +100,8 @@ def _around(load_torch):
     from . import arithmetic
 
     arithmetic.start(settings["values"])
+    if settings["values"] == "all":
+        sys.meta_path.insert(0, _Around("bitsandbytes", lambda load: (load(), arithmetic.start_bitsandbytes())))
     # torch's autograd thread may still let go of the last graph; an interpreter that ends meanwhile aborts.
     atexit.register(time.sleep, 0.2)
 

@@ -33,16 +33,13 @@ WITHOUT_VALUES = {
     "resize_", "_efficientzerotensor", "set_", "set_.source_Storage", "set_.source_Tensor",
     "set_.source_Storage_storage_offset", "_copy_from", "_copy_from_and_resize",
 }  # fmt: skip
-_library = None
+_libraries = {}  # by namespace: what replaces kernels as long as it lives
 _running = threading.local()  # .depth: of kernels whose own host code is running
 
 
 def start(values: str):
     """Wrap the CUDA kernels of torch, for this process."""
-    global _library
-    _library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warning only once for all operators")
+    with _replacing("aten"):
         if values == "small":
             for name in OPERATORS:
                 _replace(name, _computed(name, _is_known), with_keyset=True)
@@ -58,8 +55,26 @@ def start(values: str):
                 _replace(name, _shaped_by_values(name))
 
 
+def start_bitsandbytes():
+    """Wrap its kernels, once it is imported: its own for a CPU, or those in plain torch, compute the values."""
+    with _replacing("bitsandbytes"):
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
+            if name.startswith("bitsandbytes::"):
+                _replace(
+                    name, _computed(name, _always) if has_kernel(name, "CPU") else _missing(name), with_keyset=True
+                )
+
+
+@contextmanager
+def _replacing(namespace):
+    _libraries[namespace] = torch.library.Library(namespace, "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        yield
+
+
 def registered() -> list[str]:
-    """The operators of CUDA that compute something, without those whose results' shapes are values."""
+    """torch's operators of CUDA that compute something, without those whose results' shapes are values."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
     # copy_ is registered for every device at once.
     names = ["copy_", *(name.removeprefix("aten::") for name in names if name.startswith("aten::"))]
@@ -67,18 +82,23 @@ def registered() -> list[str]:
 
 
 def operator(name: str):
+    namespace, _, name = _qualified(name).partition("::")
     packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+
+
+def _qualified(name: str) -> str:
+    return name if "::" in name else f"aten::{name}"
 
 
 def has_kernel(name: str, key: str) -> bool:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return any(has(f"aten::{name}", one) for one in (key, "CompositeExplicitAutograd"))
+    return any(has(_qualified(name), one) for one in (key, "CompositeExplicitAutograd"))
 
 
 def own_kernel(name: str):
     """CUDA's own host code, to be called with what the kernel in its place was called with."""
-    own = torch.library.get_kernel(f"aten::{name}", "CUDA").call_boxed
+    own = torch.library.get_kernel(_qualified(name), "CUDA").call_boxed
 
     def run(*arguments, **options):
         _running.depth = getattr(_running, "depth", 0) + 1
@@ -96,7 +116,8 @@ def _is_view(op) -> bool:
 
 
 def _replace(name, kernel, **options):
-    _library.impl(name, kernel, "CUDA", allow_override=True, **options)
+    namespace, _, name = _qualified(name).partition("::")
+    _libraries[namespace].impl(name, kernel, "CUDA", allow_override=True, **options)
 
 
 def _computed(name, judged):
@@ -153,7 +174,7 @@ def _missing(name):
         if getattr(_running, "depth", 0):  # inside of an operator whose values are computed as a whole
             return own(keys, *arguments, **options)
         raise NotImplementedError(
-            f"aten::{name} has no values on the virtual GPU: the CPU has no kernel of it, and none is written in "
+            f"{_qualified(name)} has no values on the virtual GPU: the CPU has no kernel of it, and none is written in "
             f'virtual_gpu/attention.py. With values="small" it runs without values'
         )
 

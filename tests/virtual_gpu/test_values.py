@@ -143,3 +143,33 @@ print([losses("cuda", dropout=0.1), losses("cuda", dropout=0.1, checkpoints=True
     assert all(abs(a - b) < 1e-5 for others in full[1:] for a, b in zip(full[0], others)), full
     assert all(abs(a - b) < 4e-3 for a, b in zip(*half)), half
     assert all(abs(a - b) < 1e-5 for a, b in zip(*dropped)) and abs(dropped[0][0] - full[0][0]) > 1e-4, dropped
+
+
+def test_bitsandbytes():
+    """Three steps of its 8-bit optimizers; a 4-bit layer's output and the gradient of its input."""
+    code = """
+import bitsandbytes as bnb
+def trained(device, optimizer):
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(128, 64).to(device))
+    chosen = getattr(bnb.optim, optimizer)([weight], lr=1e-2)
+    for gradient in torch.randn(3, 128, 64):
+        weight.grad = gradient.to(device)
+        chosen.step()
+    return weight.detach().cpu(), {name: value.dtype for name, value in chosen.state[weight].items() if hasattr(value, "dtype")}
+def four_bits(device):
+    torch.manual_seed(0)
+    layer = bnb.nn.Linear4bit(64, 32, compute_dtype=torch.float32, quant_type="nf4")
+    layer.load_state_dict({"weight": torch.randn(32, 64), "bias": torch.randn(32)})
+    inputs = torch.randn(5, 64).to(device).requires_grad_()
+    output = layer.to(device)(inputs)
+    (output * torch.randn(5, 32).to(device)).sum().backward()
+    return output.detach().cpu(), inputs.grad.cpu()
+for optimizer in ("AdamW8bit", "Lion8bit"):
+    (one, types), (other, others) = trained("cpu", optimizer), trained("cuda", optimizer)
+    assert types == others and torch.uint8 in types.values(), (types, others)
+    print((one - other).abs().max().item())
+for one, other in zip(four_bits("cpu"), four_bits("cuda")):
+    print(((one - other).abs().max() / one.abs().max()).item())
+"""
+    assert all(float(line) < 1e-5 for line in on("T4", code, "all").splitlines())
