@@ -48,8 +48,7 @@ def start(values: str):
 
             written = attention.kernels()
             for name in registered():
-                kernel = written.get(name) or (_computed(name, _always) if has_kernel(name, "CPU") else _missing(name))
-                _replace(name, kernel, with_keyset=True)
+                _replace(name, written.get(name) or _valued(name), with_keyset=True)
         if values != "none":
             for name in SHAPED_BY_VALUES:
                 _replace(name, _shaped_by_values(name))
@@ -60,9 +59,7 @@ def start_bitsandbytes():
     with _replacing("bitsandbytes"):
         for name in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
             if name.startswith("bitsandbytes::"):
-                _replace(
-                    name, _computed(name, _always) if has_kernel(name, "CPU") else _missing(name), with_keyset=True
-                )
+                _replace(name, _valued(name), with_keyset=True)
 
 
 @contextmanager
@@ -118,6 +115,10 @@ def _is_view(op) -> bool:
 def _replace(name, kernel, **options):
     namespace, _, name = _qualified(name).partition("::")
     _libraries[namespace].impl(name, kernel, "CUDA", allow_override=True, **options)
+
+
+def _valued(name):
+    return _computed(name, _always) if has_kernel(name, "CPU") else _missing(name)
 
 
 def _computed(name, judged):

@@ -156,7 +156,8 @@ def trained(device, optimizer):
     for gradient in torch.randn(3, 128, 64):
         weight.grad = gradient.to(device)
         chosen.step()
-    return weight.detach().cpu(), {name: value.dtype for name, value in chosen.state[weight].items() if hasattr(value, "dtype")}
+    types = {name: value.dtype for name, value in chosen.state[weight].items() if hasattr(value, "dtype")}
+    return weight.detach().cpu(), types
 def four_bits(device):
     torch.manual_seed(0)
     layer = bnb.nn.Linear4bit(64, 32, compute_dtype=torch.float32, quant_type="nf4")
