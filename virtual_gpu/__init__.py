@@ -73,13 +73,16 @@ class _Around:
     """Finds a package as ever, and has it loaded by a function that does something before or after it."""
 
     def __init__(self, package, function):
-        self.package, self.function = package, function
+        self.package, self.function, self.looking = package, function, False
 
     def find_spec(self, name, path, target=None):
-        if name != self.package:
+        if name != self.package or self.looking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self.looking = True
+        try:
+            spec = importlib.util.find_spec(name)  # which others call too, only to know whether the package is here
+        finally:
+            self.looking = False
         if spec is not None:
             load = spec.loader.exec_module
             spec.loader.exec_module = lambda module: self.function(partial(load, module))

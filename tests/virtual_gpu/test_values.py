@@ -148,6 +148,7 @@ print([losses("cuda", dropout=0.1), losses("cuda", dropout=0.1, checkpoints=True
 def test_bitsandbytes():
     """Three steps of its 8-bit optimizers; a 4-bit layer's output and the gradient of its input."""
     code = """
+import importlib.util; importlib.util.find_spec("bitsandbytes")  # as programs ask whether it is here
 import bitsandbytes as bnb
 def trained(device, optimizer):
     torch.manual_seed(0)
