@@ -18,10 +18,15 @@ MOST, FEW = 1 << 18, 16
 EXACT = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 HALVES = (torch.float16, torch.bfloat16)
 OPERATORS = """
-all all.dim any any.dim sum.dim_IntList cumsum argmax max min eq.Scalar eq.Tensor ne.Scalar ne.Tensor lt.Scalar
-lt.Tensor le.Scalar le.Tensor gt.Scalar gt.Tensor ge.Scalar ge.Tensor bitwise_and.Tensor bitwise_or.Tensor bitwise_not
+all all.dim any any.dim sum.dim_IntList cumsum max min bitwise_and.Tensor bitwise_or.Tensor bitwise_not
 logical_not logical_and where.self add.Tensor sub.Tensor mul.Tensor index.Tensor cat isinf isnan
 fill_.Scalar fill_.Tensor copy_ masked_fill_.Scalar arange.start_out
+""".split()  # noqa: SIM905
+# What these give is a whole number or a truth value, whatever they are given: a class, an index, a choice.
+NUMBERS = """
+argmax argmin max.dim min.dim topk sort sort.stable kthvalue multinomial bucketize.Tensor searchsorted.Tensor
+eq.Scalar eq.Tensor ne.Scalar ne.Tensor lt.Scalar lt.Tensor le.Scalar le.Tensor gt.Scalar gt.Tensor ge.Scalar ge.Tensor
+random_ random_.from random_.to randperm.generator_out
 """.split()  # noqa: SIM905
 # Their results' shapes are values, or they are no tensors: what they give is what the CPU gives, moved. What CUDA
 # allocates inside is not seen.
@@ -43,6 +48,9 @@ def start(values: str):
         if values == "small":
             for name in OPERATORS:
                 _replace(name, _computed(name, _is_known), with_keyset=True)
+            for name in NUMBERS:
+                _replace(name, _computed(name, _is_small), with_keyset=True)
+            _replace("_local_scalar_dense", _read(), with_keyset=True)
         if values == "all":
             from . import attention
 
@@ -131,22 +139,43 @@ def _computed(name, judged):
         if any(is_tensor and isinstance(a, (bool, int, float)) for is_tensor, a in zip(tensors, arguments)):
             beside = next(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
             arguments = [_number(a, beside) if is_tensor else a for is_tensor, a in zip(tensors, arguments)]
-        with drawn_as_on_cuda() if random and judged is _always else nullcontext():
+        with drawn_as_on_cuda() if random else nullcontext():
             result = own(keys, *arguments, **options)
             if judged(
                 [result, *(leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, torch.Tensor))]
             ):
                 try:
                     values = _on_cpu(op, arguments, options)
-                except IndexError:  # an index that only a kernel would have made
+                except (IndexError, RuntimeError):  # an index, a probability that only a kernel would have made
                     if judged is _always:
                         raise
+                    _zero(result)
                     return result
                 if not in_place:
                     write(result, values)
+            elif not in_place or judged is _is_small:
+                _zero(result)
         return result
 
     return kernel
+
+
+def _read():
+    """item(): the number that lies there, but no NaN, which only whole numbers that lay there before would make."""
+    own = own_kernel("_local_scalar_dense")
+
+    def kernel(keys, tensor):
+        value = own(keys, tensor)
+        return 0.0 if value != value else value
+
+    return kernel
+
+
+def _zero(results):
+    """Whole numbers and truth values that are not computed are zeros: what lay there may be no class and no index."""
+    for result in tree_leaves(results):
+        if isinstance(result, torch.Tensor) and result.dtype in EXACT and result.numel():
+            view(result).zero_()
 
 
 def _on_cpu(op, arguments, options):
@@ -231,6 +260,10 @@ def _onto(values, device):
 def _is_known(tensors):
     most = max(tensor.numel() for tensor in tree_leaves(tensors) if isinstance(tensor, torch.Tensor))
     return most <= FEW or most <= MOST and all(tensor.dtype in EXACT for tensor in tree_leaves(tensors))
+
+
+def _is_small(tensors):
+    return max(tensor.numel() for tensor in tree_leaves(tensors) if isinstance(tensor, torch.Tensor)) <= MOST
 
 
 def _always(_):

@@ -175,3 +175,16 @@ def test_a_script_runs_unchanged(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
     command[5] = "no.py"
     assert "no file at 'no.py'" in subprocess.run(command, env=environment, capture_output=True, text=True).stderr
+
+
+def test_small_values_are_classes_and_indices_in_their_range():
+    """By these a script looks something up: what is not computed is zero, and never what lay in memory before."""
+    code = """
+torch.full((100_000,), 7.7e7, device="cuda")
+scores = torch.rand(64, 6, device="cuda")
+print(scores.argmax(-1).max().item() < 6, scores.topk(3).indices.max().item() < 6)
+print(torch.randint(0, 5, (100,), device="cuda").max().item() < 5)
+print(sorted(torch.randperm(100, device="cuda").tolist()) == list(range(100)))
+print(torch.rand(8192, 64, device="cuda").argmax(-1).max().item() < 64)
+"""
+    assert set(on("T4", code, "small").split()) == {"True"}
