@@ -535,6 +535,7 @@ def _add_card(prediction, tracker, gpu):
             held.setdefault(block.role, []).append((block, True))
     state = held.pop("optimizer state", [])
     first = list(itertools.chain(*held.values()))
+    before = [*tracker.phases, "optimizer"].index("optimizer")  # operations that come before it
     until, stepping, multiplied = [], [], []  # events up to the optimizer, in it; how many until a thread multiplies
     for operation, size, block in tracker.events:
         if operation == 0:
@@ -542,8 +543,7 @@ def _add_card(prediction, tracker, gpu):
         for thread, product in tracker.held.products.items():
             if thread not in dict(multiplied) and (operation, size < 0) > (product, False):
                 multiplied.append((thread, len(until)))
-        in_optimizer = stepping or tracker.phases[operation - 1] == "optimizer"
-        (stepping if in_optimizer else until).append((block, size > 0))
+        (until if operation <= before else stepping).append((block, size > 0))
     step = [*until, *stepping]
     lives = dict(step)  # whether, after the step
     left = [(block, False) for block, born in step if born and lives[block]]

@@ -89,6 +89,22 @@ for cell in {STEPS}:
         assert abs(error["tensors"]) < 0.001 and abs(error["reserved"]) < 0.03 and error["card"] >= 0, (step, error)
 
 
+def test_a_fused_optimizer():
+    """Its step allocates nothing, and the gradients die after the state was made."""
+    code = """
+import functools, sys
+sys.path.insert(0, "scripts")
+import record_predictions
+from tutorial_utils import predict
+cell, fused = dict(model="bert-base-uncased", batch=8, length=128), functools.partial(torch.optim.AdamW, fused=True)
+predicted = predict.step_memory(**cell, optimizer=lambda model: fused(model.parameters(), lr=1e-5))
+torch.optim.AdamW = fused
+print((record_predictions.in_bytes(predicted), record_predictions.measured(cell)))
+"""
+    predicted, counted = eval(on("T4", code))
+    assert abs(predicted["reserved"] / counted["reserved"] - 1) < 0.01, (predicted, counted)
+
+
 def test_a_loss_over_a_large_vocabulary():
     """Under autocast CUDA computes the log-softmax of cross_entropy in halves, and keeps it in both types."""
     code = """
