@@ -83,7 +83,7 @@ def step_memory(
     step: Callable | None = None,
     inputs: dict | None = None,
     num_labels: int = 2,
-    device: str = "cuda",
+    device: str | machine.Machine = "cuda",
     card: str | int | None = None,
     limit: int | None = None,
 ) -> Prediction:
@@ -101,16 +101,18 @@ def step_memory(
     checkpointing: every how many layers; 0 is none. freeze_layers: the first so many, and what comes before them.
     lora: the rank of peft's adapters. prepare: a function of the model, for anything else before training.
     step: a reader's own step(model, optimizer, inputs) in place of the built one; "cuda" in it is understood.
-    device: "cuda" or "cpu"; they save different tensors. card: a GPU of facts/gpus.toml or a size such as "6 GiB",
-    by which kernels are chosen and the verdict given; else the GPU of this machine; without one memory-efficient
-    attention, which every card has, and no buffers that depend on the number of multiprocessors.
+    device: "cuda" or "cpu", which save different tensors; or this machine, as `machine.start` gives it, with its card.
+    card: a GPU of facts/gpus.toml or a size such as "6 GiB", by which kernels are chosen and the verdict given; else
+    memory-efficient attention, which every card has, and no buffers that depend on the number of multiprocessors.
     limit: on tensor memory in bytes, as `card` in `measure.memory`: torch.OutOfMemoryError where it is passed.
     Raises ValueError for what it does not cover, ImportError where bitsandbytes or peft is needed and missing.
     """
     from transformers import PretrainedConfig
 
     started = time.perf_counter()
-    gpu = machine.gpu(card) if card is not None else machine.this_gpu() if device == "cuda" else None
+    if isinstance(device, machine.Machine):
+        card, device = card or machine.this_gpu(), device.device
+    gpu = None if card is None else machine.gpu(card)
     settings = models.config(model, num_labels) if isinstance(model, str) else model
     sizes = dict(accumulate=accumulate, checkpointing=checkpointing, freeze_layers=freeze_layers, lora=lora)
     names = {"precision": precision, "device": device} | ({} if callable(optimizer) else {"optimizer": optimizer})
