@@ -34,13 +34,13 @@ def _scores(query, key, bias, causal, scale):
 def forward(query, key, value, bias, causal, scale, dropped):
     """The output, and the logarithm of the sums. All of shape batch × heads × length × width."""
     scores = _scores(query, key, bias, causal, scale)
-    weights = scores.softmax(-1)
+    weights = torch._safe_softmax(scores, -1)  # zeros where nothing may be looked at, as in the kernels
     return (weights * dropped) @ value, scores.logsumexp(-1)
 
 
 def backward(gradient, query, key, value, bias, causal, scale, dropped):
     """Gradients of query, key, value and bias."""
-    weights = _scores(query, key, bias, causal, scale).softmax(-1)
+    weights = torch._safe_softmax(_scores(query, key, bias, causal, scale), -1)
     inner = (gradient @ value.transpose(-2, -1)) * dropped
     scores = weights * (inner - (inner * weights).sum(-1, keepdim=True))
     return (

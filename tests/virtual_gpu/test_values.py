@@ -93,6 +93,12 @@ for options in ({}, {"mask": True}, {"causal": True}, {"shared": True}):
     for dtype in (torch.float32, torch.float16):
         print((*apart(dtype, **options), str(dtype)))
 x = torch.randn(2, 4, 16, 32, device="cuda", requires_grad=True)
+nothing = torch.zeros(2, 1, 16, 16, device="cuda").index_fill_(2, torch.tensor(2, device="cuda"), -torch.inf)
+unseen = F(x, x, x, nothing)
+assert "Efficient" in unseen.grad_fn.name() and unseen[:, :, 2].eq(0).all()
+unseen.sum().backward()
+assert x.grad.isfinite().all()
+x.grad = None
 torch.manual_seed(3); first = F(x, x, x, dropout_p=0.5)
 torch.manual_seed(3); again = F(x, x, x, dropout_p=0.5)
 first.sum().backward()
