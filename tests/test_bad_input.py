@@ -264,6 +264,10 @@ def test_there_were_enough():
         (lambda: predict.step_memory("tiny", 1, 8, optimizer=torch.optim.SGD), "optimizer was <class"),
         (lambda: models.build("tiny", 2, hidden_act="nope"), "hidden_act was 'nope'; accepted: gelu"),
         (lambda: models.build("tiny", 2, max_position_embeddings=-1), "max_position_embeddings was -1"),
+        (lambda: models.build("gpt2", 2, n_layer=-1), "n_layer was -1"),
+        (lambda: models.build("gpt2", 2, activation_function="nope"), "activation_function was 'nope'"),
+        (lambda: models.build("tiny", 2, layer_norm_eps=math.nan), "layer_norm_eps was nan"),
+        (lambda: predict.step_memory(torch.nn.Linear(2, 2), 1, 8), "model was Linear"),
         (lambda: models.build("tiny", 2, hidden_dropout_prob=math.nan), "hidden_dropout_prob was nan"),
         (lambda: models.build("tiny", 2, hidden_dropout_prob=1.5), "hidden_dropout_prob was 1.5"),
         (lambda: data.encode([{"text": "words", "label": 0}], None), "tokenizer was None"),
@@ -283,3 +287,26 @@ def test_what_was_found_by_hand(call, named):
     with pytest.raises(ValueError) as error:
         call()
     assert named in str(error.value)
+
+
+def test_a_table_whose_rows_differ():
+    table = figures.Table([{"a": 1, "b": 2}, {"b": 3, "a": 4}, {"c": 5}])
+    assert table.columns == ["a", "b", "c"]
+    assert [line.split() for line in repr(table).splitlines()] == [["a", "b", "c"], ["1", "2"], ["4", "3"], ["5"]]
+
+
+def test_every_line_is_drawn(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "_show", lambda axes, **_: drawn.extend(axes.get_lines()))
+    figures.lines({str(number): {1: number, 2: number} for number in range(9)}, "x", "y")
+    assert len(drawn) == 9
+
+
+def test_a_recording_that_is_no_text(tmp_path):
+    (path := tmp_path / "cpu.json").write_bytes(b"\xff\xfe{")
+    with pytest.raises(ValueError, match="cpu.json is not JSON"):
+        bounds.load(path)
+    with pytest.raises(ValueError, match="outside was True"):
+        figures.memory_bars({"cpu": predict.step_memory("tiny", 1, 8, device="cpu")}, outside=True)
+    with pytest.raises(ValueError, match="platform was '../requirements'; accepted: colab, kaggle"):
+        platforms.pins("../requirements")

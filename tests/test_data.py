@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tutorial_utils import data, machine
@@ -81,6 +82,18 @@ def test_sources_that_do_not_exist(tmp_path):
         data.load(str(tmp_path / "nowhere.csv"))
     with pytest.raises(ValueError, match="source was 'imdb'; accepted"):
         data.load("imdb")
+
+
+def test_a_text_with_a_comma_needs_quotes(tmp_path):
+    path = tmp_path / "reviews.csv"
+    path.write_text("text,label\nfine words,a\nhello, world,b\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"reviews.csv's rows longer than its header was \[1\]; accepted: none: put"):
+        data.load(str(path))
+
+
+def test_labels_may_be_arrays():
+    encoded = data.encode([{"text": "some words", "label": np.array([0, 1])}], data.tokenizer())
+    assert encoded[0]["labels"].tolist() == [0, 1]
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line_and_the_docstrings(monkeypatch, capsys, tmp_path):

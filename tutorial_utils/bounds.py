@@ -155,7 +155,7 @@ def load(path: Path) -> dict:
     """A bounds file. ValueError where it is not one."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} is not JSON ({error}): {_AGAIN}") from None
     _has(content, ("machine", "lessons"), path.name)
     _has(content["lessons"], (), f"{path.name}: lessons")

@@ -8,6 +8,7 @@ import ast
 import csv
 import hashlib
 import importlib.util
+import math
 import os
 import platform
 import re
@@ -82,19 +83,17 @@ def encode(rows, tokenizer, length: int | None = None) -> list[dict]:
     length: cut texts to this many tokens. Without it nothing is cut, and a text longer than the
     tokenizer's model accepts raises ValueError.
     """
-    several = isinstance(rows, Iterable) and not isinstance(rows, (str, bytes))
-    accept(several, "rows", rows, "dicts with a text and a label, one or more")
+    accept(isinstance(rows, Iterable) and not isinstance(rows, (str, bytes)), "rows", rows, "dicts with text and label")
     known = callable(tokenizer) and hasattr(tokenizer, "model_max_length")
     accept(known, "tokenizer", tokenizer, "a tokenizer of transformers, such as data.tokenizer()")
     rows, limit = list(rows), tokenizer.model_max_length  # an iterator is read once
-    fits = length is None or type(length) is int and 2 < length <= limit
-    accept(fits, "length", length, f"3 to {limit}, the positions this model has")
+    accept(length is None or type(length) is int and 2 < length <= limit, "length", length, f"3 to {limit}, or None")
     for number, row in enumerate(rows):
         known = isinstance(row, dict) and {"text", "label"} <= row.keys()
         accept(known, f"row {number}", row, "dicts with a text and a label")
         label = row["label"]
-        answer = not isinstance(label, str) and label is not None and label == label
-        accept(answer, f"the label of row {number}", label, "a number, from 0 on")
+        none = isinstance(label, str) or label is None or isinstance(label, float) and math.isnan(label)
+        accept(not none, f"the label of row {number}", label, "a number, from 0 on")
     texts = [row["text"] for row in rows]
     for number, text in enumerate(texts):
         # A half of a surrogate pair is no letter, and no tokenizer takes it.
@@ -235,6 +234,8 @@ def _csv(path: Path, text: str, label: str) -> Corpus:
         raise ValueError(
             f"{path.name} cannot be read ({error}); accepted: a CSV file with a header, in UTF-8"
         ) from None
+    longer = [number for number, row in enumerate(rows) if None in row]
+    accept(not longer, f"{path.name}'s rows longer than its header", longer, "none: put a text with commas in quotes")
     _check_columns(names, text, label, path.name, "path")
     pairs = [(row[text], row[label]) for row in rows]
     return _from_pairs(pairs, path.name)

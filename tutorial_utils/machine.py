@@ -147,8 +147,7 @@ def need(package: str, what: str) -> bool:
 
     Where it cannot be had, a line says that `what` is left out, and the runner's table will.
     """
-    known = isinstance(package, str) and package.isidentifier()
-    accept(known, "package", package, "the name by which it is imported")
+    accept(isinstance(package, str) and package.isidentifier(), "package", package, "the name that is imported")
     hidden = package in sys.modules and sys.modules[package] is None
     if not hidden and (importlib.util.find_spec(package) or _install(package)):
         return True
@@ -257,7 +256,7 @@ def gpus() -> dict[str, Gpu]:
 
 
 def gpu(card: str | int | Gpu) -> Gpu:
-    """The card of a name or of words that only one has ("T4", "A100 80GB"), or of a size ("6 GiB", or bytes).
+    """The card of a name or of words that only one has ("T4", "A100 PCIe"), or of a size ("6 GiB", or bytes).
 
     Words that stand in several names mean the one that has no others ("3060", of the Ti too), or the usual one of
     facts/gpus.toml ("A100"). Else ValueError.

@@ -1,6 +1,6 @@
 """Sequence classifiers by name: `build`, `config`, `names`. The sizes are in facts/models.toml."""
 
-import numbers
+import sys
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -48,12 +48,15 @@ def config(name: str, num_labels: int = 2, **changes):
             f"changes were {changes}; a configuration of {name} has no {unknown[0]!r}; accepted: {accepted}"
         )
     for key, value in changes.items():
-        if key.startswith("num_") or key.endswith(("_size", "position_embeddings")):
-            accept(type(value) is int and value >= 1, key, value, "a whole number, 1 or more")
-        elif key.endswith(("_act", "_activation")):
+        default = getattr(plain, key)
+        if type(default) is int and not (value is None and key.endswith("_id")):
+            least = min(1, default)
+            accept(type(value) is int and value >= least, key, value, f"a whole number, {least} or more")
+        elif isinstance(default, float):
+            most = 1 if "drop" in key else sys.float_info.max
+            accept(isinstance(value, float | int) and 0 <= value <= most, key, value, f"0 to {most}")
+        elif isinstance(default, str) and "act" in key:
             accept(isinstance(value, str) and value in ACT2FN, key, value, ", ".join(ACT2FN))
-        elif "dropout" in key and value != getattr(plain, key):
-            accept(isinstance(value, numbers.Real) and 0 <= value <= 1, key, value, "0 to 1")
     return AutoConfig.for_model(**{**fields, **NO_CACHE, **changes}, num_labels=num_labels)
 
 

@@ -113,14 +113,12 @@ def step_memory(
     settings = models.config(model, num_labels) if isinstance(model, str) else model
     sizes = dict(accumulate=accumulate, checkpointing=checkpointing, freeze_layers=freeze_layers, lora=lora)
     names = {"precision": precision, "device": device} | ({} if callable(optimizer) else {"optimizer": optimizer})
-    known = isinstance(settings, PretrainedConfig) or callable(settings)
+    known = isinstance(settings, PretrainedConfig) or callable(settings) and not isinstance(settings, torch.nn.Module)
     accept(known, "model", model, "a name, a configuration, or a function that returns a module")
-    made = not inspect.isclass(optimizer)
-    accept(made, "optimizer", optimizer, "a name, or a function of the model that returns one")
+    accept(not inspect.isclass(optimizer), "optimizer", optimizer, "a name, or a function of the model that makes one")
     for name, given in (("prepare", prepare), ("step", step)):
         accept(given is None or callable(given), name, given, "a function")
-    named = inputs is None or isinstance(inputs, Mapping) and inputs
-    accept(named, "inputs", inputs, "the forward's arguments by name")
+    accept(inputs is None or isinstance(inputs, Mapping) and inputs, "inputs", inputs, "the forward's arguments, named")
     accept(type(padded) is bool, "padded", padded, "True or False")
     accept(limit is None or type(limit) is int and limit >= 1, "limit", limit, "bytes, 1 or more")
     _check(settings, sizes | ({"batch": batch, "length": length} if inputs is None else {}), names, lora)
