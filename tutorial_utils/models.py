@@ -49,7 +49,7 @@ def config(name: str, num_labels: int = 2, **changes):
         )
     for key, value in changes.items():
         default = getattr(plain, key)
-        if type(default) is int and not (value is None and key.endswith("_id")):
+        if type(default) is int and not key.endswith("_id"):
             least = min(1, default)
             accept(type(value) is int and value >= least, key, value, f"a whole number, {least} or more")
         elif isinstance(default, float):
