@@ -21,6 +21,7 @@ class Table:
     """Rows of cells by column name, shown as HTML, and as text elsewhere."""
 
     def __init__(self, rows: list[dict]):
+        accept(isinstance(rows, list) and all(isinstance(row, dict) for row in rows), "rows", rows, "a list of dicts")
         self.columns = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
         self.rows = [{name: row.get(name, "") for name in self.columns} for row in rows]
 

@@ -206,6 +206,7 @@ def _excuse_cells():
 
 def limits(here: Machine) -> list[str]:
     """What this machine cannot do, a line each."""
+    accept(isinstance(here, Machine), "here", here, "machine.facts()")
     lines = []
     if not here.kernels:
         major, minor = here.capability
@@ -222,6 +223,7 @@ def limits(here: Machine) -> list[str]:
 
 def preset(here: Machine) -> Preset:
     """The largest of the course's sizes that leaves a quarter or more of this machine's memory free."""
+    accept(isinstance(here, Machine), "here", here, "machine.facts()")
     if here.device == "cpu" or here.memory < 5.5 * GiB:  # 6 GB cards have 5.8 for a process
         return Preset("tiny", "pretrained", 32, 128)
     return Preset("bert-large-uncased" if here.memory > 14 * GiB else "bert-base-uncased", "random", 32, 128)
@@ -265,7 +267,7 @@ def gpu(card: str | int | Gpu) -> Gpu:
         return card
     size = re.fullmatch(r"(\d{1,6}(\.\d+)?) ?GiB", card.strip(), re.ASCII) if isinstance(card, str) else None
     count = round(float(size[1]) * GiB) if size else card
-    if isinstance(count, int) and not isinstance(count, bool) and count > 0:
+    if type(count) is int and 0 < count < 2**63:
         return Gpu(f"{count / GiB:g} GiB", count, None)
     found = {g: set(re.split(r"[ -]", g.name.lower())) for g in gpus().values()}
     found = {g: words for g, words in found.items() if set(re.split(r"[ -]", str(card).lower())) <= words}

@@ -32,6 +32,9 @@ def in_order(trainer: type) -> type:
     """
     from torch.utils.data import SequentialSampler
 
+    trains = isinstance(trainer, type) and hasattr(trainer, "_get_train_sampler")
+    accept(trains, "trainer", trainer, "transformers' Trainer, or a class made of it")
+
     class InOrder(trainer):
         def _get_train_sampler(self, train_dataset=None):
             return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
