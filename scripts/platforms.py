@@ -43,10 +43,9 @@ def names() -> list[str]:
 
 def pins(name: str) -> Path:
     """The file of a platform. ValueError for one that has none."""
-    path = PLATFORMS / f"{name}.txt"
-    if not path.exists():
+    if name not in names():
         raise ValueError(f"platform was {name!r}; accepted: {', '.join(names())}")
-    return path
+    return PLATFORMS / f"{name}.txt"
 
 
 def wanted_python(name: str) -> str:

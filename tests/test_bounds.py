@@ -138,14 +138,17 @@ def test_a_recording_of_other_versions_does_not_count(recording):
 
 def test_a_recording_with_a_missing_figure(recording):
     recording(time_ratio=None)
-    with pytest.raises(ValueError, match=r"json has no figure 'time_ratio' for 01_.*; it has \[.*make record"):
+    with pytest.raises(
+        ValueError, match=r"01_gradient_accumulation was 'time_ratio'; accepted: .*json's \[.*make record"
+    ):
         bounds.compare(LESSON, FIGURES, PREDICTED)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "is not JSON"), ('{"machine": {}}', "has no 'lessons'"),
-     ('{"machine": {}, "lessons": {"a": {}}}', "a has no 'versions'")],
+    [("{", "is not JSON"),
+     ('{"machine": {}}', r"json was \{'machine': \{\}\}; accepted: values by name, with machine, lessons"),
+     ('{"machine": {}, "lessons": {"a": {}}}', r"a was \{\}; accepted: values by name, with versions, date")],
 )  # fmt: skip
 def test_a_broken_bounds_file(recording, text, message):
     recording().write_text(text)
@@ -201,7 +204,7 @@ def test_claims_get_their_verdicts(monkeypatch):
     monkeypatch.setattr(bounds, "recorded_on_gpus", lambda lesson: {"T4": {"time_ratio_one_by_one": 2.7}})
     row = bounds.claims(LESSON, measured, {})[1]
     assert (row["GPU"], row["verdict"]) == ("T4 2.7", "holds")
-    with pytest.raises(ValueError, match="neither measured, predicted nor recorded"):
+    with pytest.raises(ValueError, match="accepted: what is measured, predicted or recorded"):
         bounds.claims(LESSON, {}, {})
 
 

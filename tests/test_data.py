@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tutorial_utils import data, machine
@@ -64,11 +65,11 @@ def test_own_csv_through_the_same_call(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("text,stars\na,1\nb,2\n", r"reviews.csv has no column 'label'; it has \['text', 'stars'\]"),
-        ("text,label\na,1\n ,2\n", "reviews.csv: row 1 has an empty text"),
-        ("text,label\na,1\na,1\n", "has 2 rows; accepted: two different texts or more"),
-        ("text,label\n", "has 0 rows"),
-        ("text,label\nonly a text\nb,1\n", "row 0 has an empty label"),
+        ("text,stars\na,1\nb,2\n", r"column was 'label'; accepted: \['text', 'stars'\], which reviews.csv has"),
+        ("text,label\na,1\n ,2\n", "reviews.csv: the text of row 1 was ' '"),
+        ("text,label\na,1\na,1\n", "number of rows was 2; accepted: two different texts or more"),
+        ("text,label\n", "number of rows was 0"),
+        ("text,label\nonly a text\nb,1\n", "the label of row 0 was"),
     ],
 )
 def test_bad_csv(tmp_path, text, message):
@@ -81,6 +82,18 @@ def test_sources_that_do_not_exist(tmp_path):
         data.load(str(tmp_path / "nowhere.csv"))
     with pytest.raises(ValueError, match="source was 'imdb'; accepted"):
         data.load("imdb")
+
+
+def test_a_text_with_a_comma_needs_quotes(tmp_path):
+    path = tmp_path / "reviews.csv"
+    path.write_text("text,label\nfine words,a\nhello, world,b\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"reviews.csv's rows longer than its header was \[1\]; accepted: none: put"):
+        data.load(str(path))
+
+
+def test_labels_may_be_arrays():
+    encoded = data.encode([{"text": "some words", "label": np.array([0, 1])}], data.tokenizer())
+    assert encoded[0]["labels"].tolist() == [0, 1]
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line_and_the_docstrings(monkeypatch, capsys, tmp_path):
@@ -103,13 +116,17 @@ def test_hub_columns_are_renamed_and_checked(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda name, **_: splits)
     corpus = data.load("hub:some/reviews", text="review", label="stars")
     assert corpus.labels == ["1", "2"] and corpus.train.column_names == ["text", "label"]
-    with pytest.raises(ValueError, match=r"some/reviews has no column 'text'; it has \['review', 'stars', 'id'\]"):
+    with pytest.raises(
+        ValueError, match=r"column was 'text'; accepted: \['review', 'stars', 'id'\], which some/reviews has"
+    ):
         data.load("hub:some/reviews", label="stars")
 
 
 def test_encode_cuts_only_when_asked():
     tokenizer, rows = data.tokenizer(), [{"text": "word " * 600, "label": 0}]
-    with pytest.raises(ValueError, match="row 0 has 602 tokens; the model accepts 512. Pass length=512"):
+    with pytest.raises(
+        ValueError, match="row 0 in tokens was 602; accepted: up to 512, which the model takes. Pass length=512"
+    ):
         data.encode(rows, tokenizer)
     assert len(data.encode(rows, tokenizer, 64)[0]["input_ids"]) == 64
     for length in (0, -5, 513):

@@ -49,7 +49,7 @@ def test_on_a_cpu_it_is_what_a_cpu_run_does():
         (("--model", "bert-huge"), "predict.py: model was 'bert-huge'; accepted: tiny"),
         (("--batch", 0), "predict.py: batch was 0; accepted: a whole number"),
         (("--card", "T5000"), "predict.py: card was 'T5000'; accepted: Tesla T4"),
-        (("--model", "deberta-v3-base", "--attention", "sdpa"), "no SDPA attention for deberta-v2"),
+        (("--model", "deberta-v3-base", "--attention", "sdpa"), "attention of deberta-v2 was 'sdpa'"),
     ],
 )
 def test_refusals_are_one_line(changed, message):

@@ -12,15 +12,12 @@ tightly, by `tolerance` around a recording of this very machine and these versio
 import importlib.util
 import json
 import math
-import numbers
 import os
-import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import machine
-from .check import accept
+from . import check, machine
 from .figures import Table, size
 from .times import Figure
 
@@ -116,21 +113,16 @@ def compare(lesson: str, figures: dict[str, float], predicted: dict[str, float] 
     predicted: the prediction for this machine of each figure in bytes.
     ValueError where a figure has no bound, a bound no figure, or a recording lacks one.
     """
-    right = isinstance(figures, dict) and all(
-        value is None or isinstance(value, numbers.Real) and abs(value) <= sys.float_info.max
-        for value in figures.values()
-    )
-    accept(right, "figures", figures, "finite numbers by name, or None")
+    check.figures("figures", figures)
+    check.figures("predicted", {} if predicted is None else predicted)
     cannot = {name for name, value in figures.items() if value is None}
     figures = {name: value for name, value in figures.items() if name not in cannot}
     here = machine.facts()
     _report(lesson, figures)
     expected = {name: bound for name, bound in _expected(lesson, here).items() if name not in cannot}
-    if set(expected) != set(figures):
-        raise ValueError(
-            f"{lesson} reports {sorted(figures)}; bounds.toml bounds {sorted(expected)}: "
-            f"each figure needs its bound there"
-        )
+    way = f"{', '.join(expected)}: each figure needs its bound, and each bound its figure"
+    for name in [*figures, *expected]:
+        check.accept(name in expected and name in figures, f"a figure of {lesson}", name, way)
     sources = {"recorded": _recorded(lesson, here, figures), "predicted": predicted or {}}
     bounds = [_bound(name, value, expected[name], here, sources) for name, value in figures.items()]
     verdict = Verdict(lesson, bounds)
@@ -140,7 +132,7 @@ def compare(lesson: str, figures: dict[str, float], predicted: dict[str, float] 
 
 def _bounds(lesson: str) -> dict:
     known = tomllib.loads((FACTS / "bounds.toml").read_text(encoding="utf-8"))
-    accept(isinstance(lesson, str) and lesson in known, "lesson", lesson, ", ".join(known))
+    check.one_of(known, "lesson", lesson)
     return known[lesson]
 
 
@@ -159,7 +151,7 @@ def load(path: Path) -> dict:
     """A bounds file. ValueError where it is not one."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} is not JSON ({error}): {_AGAIN}") from None
     _has(content, ("machine", "lessons"), path.name)
     _has(content["lessons"], (), f"{path.name}: lessons")
@@ -169,11 +161,8 @@ def load(path: Path) -> dict:
 
 
 def _has(content, keys: tuple[str, ...], where: str):
-    if not isinstance(content, dict):
-        raise ValueError(f"{where} has {str(content)[:40]!r} where names and values belong: {_AGAIN}")
-    for key in keys:
-        if key not in content:
-            raise ValueError(f"{where} has no {key!r}; it has {sorted(content)}: {_AGAIN}")
+    has = isinstance(content, dict) and content.keys() >= set(keys)
+    check.accept(has, where, content, f"values by name, with {', '.join(keys) or 'any'}: {_AGAIN}")
 
 
 def folder() -> Path:
@@ -205,8 +194,7 @@ def _recorded(lesson: str, here, figures) -> dict[str, float]:
         return {}
     values = recorded["figures"]
     for name in figures:
-        if name not in values:
-            raise ValueError(f"{path.name} has no figure {name!r} for {lesson}; it has {sorted(values)}: {_AGAIN}")
+        check.accept(name in values, f"a figure of {lesson}", name, f"{path.name}'s {sorted(values)}: {_AGAIN}")
     return values
 
 
@@ -259,6 +247,8 @@ def claims(lesson: str, measured: dict[str, float], predicted: dict[str, float])
     what the claim `needs`; ValueError where it needs nothing.
     """
     _bounds(lesson)  # or it is none
+    check.figures("measured", measured)
+    check.figures("predicted", predicted)
     every = tomllib.loads((FACTS / "claims.toml").read_text(encoding="utf-8")).values()
     return [_claim(claim, measured, predicted) for claim in every if claim["lesson"] == lesson]
 
@@ -279,8 +269,7 @@ def _claim(claim: dict, measured: dict[str, float], predicted: dict[str, float])
 
 
 def _verdict(claim: dict, evidence: list[float]) -> str:
-    if not evidence and "needs" not in claim:
-        raise ValueError(f"claim on {claim['figure']!r}: neither measured, predicted nor recorded")
+    check.accept(evidence or "needs" in claim, "claim on", claim["figure"], "what is measured, predicted or recorded")
     if not evidence:
         return f"open: needs {claim['needs']}"
     strongest, claimed = evidence[0], claim["claimed"]

@@ -8,6 +8,7 @@ import ast
 import csv
 import hashlib
 import importlib.util
+import math
 import os
 import platform
 import re
@@ -20,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
-from .check import accept
+from .check import accept, one_of
 
 LIBRARIES = ("python", "numpy", "torch", "transformers")
 TINY = Path(__file__).parent / "tiny"
@@ -60,12 +61,13 @@ def load(source: str = "docstrings", text: str = "text", label: str = "label") -
     text, label: the names of the two columns.
     Raises ValueError or FileNotFoundError, naming what was given and what is accepted.
     """
-    if source == "docstrings":
+    name = source if isinstance(source, str) else ""
+    if name == "docstrings":
         return _docstrings()
-    if isinstance(source, str) and re.fullmatch(r"hub:(\w[\w.-]*/)?\w[\w.-]*", source, re.ASCII):
-        return _hub(source.removeprefix("hub:"), text, label)
-    if isinstance(source, str) and source.endswith(".csv"):
-        return _csv(Path(source), text, label)
+    if re.fullmatch(r"hub:(\w[\w.-]*/)?\w[\w.-]*", name, re.ASCII):
+        return _hub(name.removeprefix("hub:"), text, label)
+    if name.endswith(".csv"):
+        return _csv(Path(name), text, label)
     accept(False, "source", source, '"docstrings", "hub:owner/name", or the path of a .csv file')
 
 
@@ -82,19 +84,17 @@ def encode(rows, tokenizer, length: int | None = None) -> list[dict]:
     length: cut texts to this many tokens. Without it nothing is cut, and a text longer than the
     tokenizer's model accepts raises ValueError.
     """
-    several = isinstance(rows, Iterable) and not isinstance(rows, (str, bytes))
-    accept(several, "rows", rows, "dicts with a text and a label, one or more")
+    accept(isinstance(rows, Iterable) and not isinstance(rows, (str, bytes)), "rows", rows, "dicts with text and label")
     known = callable(tokenizer) and hasattr(tokenizer, "model_max_length")
     accept(known, "tokenizer", tokenizer, "a tokenizer of transformers, such as data.tokenizer()")
     rows, limit = list(rows), tokenizer.model_max_length  # an iterator is read once
-    fits = length is None or type(length) is int and 2 < length <= limit
-    accept(fits, "length", length, f"3 to {limit}, the positions this model has")
+    accept(length is None or type(length) is int and 2 < length <= limit, "length", length, f"3 to {limit}, or None")
     for number, row in enumerate(rows):
         known = isinstance(row, dict) and {"text", "label"} <= row.keys()
         accept(known, f"row {number}", row, "dicts with a text and a label")
         label = row["label"]
-        answer = not isinstance(label, str) and label is not None and label == label
-        accept(answer, f"the label of row {number}", label, "a number, from 0 on")
+        none = isinstance(label, str) or label is None or isinstance(label, float) and math.isnan(label)
+        accept(not none, f"the label of row {number}", label, "a number, from 0 on")
     texts = [row["text"] for row in rows]
     for number, text in enumerate(texts):
         # A half of a surrogate pair is no letter, and no tokenizer takes it.
@@ -104,11 +104,8 @@ def encode(rows, tokenizer, length: int | None = None) -> list[dict]:
         return []
     encoded = tokenizer(texts, truncation=length is not None, max_length=length, verbose=False)
     for number, ids in enumerate(encoded["input_ids"]):
-        if len(ids) > limit:
-            raise ValueError(
-                f"row {number} has {len(ids)} tokens; the model accepts {limit}. "
-                f"Pass length={limit} (or less) to cut longer texts"
-            )
+        way = f"up to {limit}, which the model takes. Pass length={limit} (or less) to cut longer texts"
+        accept(len(ids) <= limit, f"the length of row {number} in tokens", len(ids), way)
     examples = (dict(zip(encoded, values)) for values in zip(*encoded.values()))
     return [{**example, "labels": row["label"]} for example, row in zip(examples, rows)]
 
@@ -127,10 +124,11 @@ def loader(
         right = type(value) is int and least <= value < 2**63
         accept(right, name, value, f"{least} or more, below 2 to the power of 63")
     accept(type(shuffle) is bool, "shuffle", shuffle, "True or False")
-    accept(padding in ("longest", "max_length"), "padding", padding, '"longest" or "max_length"')
+    one_of(("longest", "max_length"), "padding", padding)
     examples = encode(rows, tokenizer, length)
     order = torch.Generator().manual_seed(seed)
     collate = DataCollatorWithPadding(tokenizer, padding=padding, max_length=length)
+    shuffle = shuffle and examples != []  # of nothing, torch makes no order
     return torch.utils.data.DataLoader(examples, batch_size, shuffle, generator=order, collate_fn=collate)
 
 
@@ -235,6 +233,8 @@ def _csv(path: Path, text: str, label: str) -> Corpus:
         raise ValueError(
             f"{path.name} cannot be read ({error}); accepted: a CSV file with a header, in UTF-8"
         ) from None
+    longer = [number for number, row in enumerate(rows) if None in row]
+    accept(not longer, f"{path.name}'s rows longer than its header", longer, "none: put a text with commas in quotes")
     _check_columns(names, text, label, path.name, "path")
     pairs = [(row[text], row[label]) for row in rows]
     return _from_pairs(pairs, path.name)
@@ -268,21 +268,22 @@ def _hub(name: str, text: str, label: str) -> Corpus:
 
 def _check_columns(found: list[str], text: str, label: str, source: str, given: str):
     for name in (text, label):
-        if name not in found:
-            raise ValueError(
-                f"{source} has no column {name!r}; it has {found}. Name the two to use: load({given}, text=…, label=…)"
-            )
+        way = f"{found}, which {source} has. Name the two to use: load({given}, text=…, label=…)"
+        accept(isinstance(name, str) and name in found, "column", name, way)
 
 
 def _from_pairs(pairs: list[tuple[str, str]], source: str) -> Corpus:
     for number, (text, answer) in enumerate(pairs):
         for name, value in (("text", text), ("label", answer)):
-            if not value or not value.strip():
-                raise ValueError(f"{source}: row {number} has an empty {name}: remove it or fill it in")
+            accept(
+                value and value.strip(),
+                f"{source}: the {name} of row {number}",
+                value,
+                "words. Remove it or fill it in",
+            )
     # By the hash of the text: the same text never stands in both splits.
     texts = sorted({text for text, _ in pairs}, key=_hash)
-    if len(texts) < 2:
-        raise ValueError(f"{source} has {len(pairs)} rows; accepted: two different texts or more")
+    accept(len(texts) > 1, f"{source}: the number of rows", len(pairs), "two different texts or more")
     labels = sorted({answer for _, answer in pairs})
     held_out = set(texts[: max(1, len(texts) // 5)])
     splits = ([], [])

@@ -17,7 +17,7 @@ def panel(model: str = "bert-large-uncased", card: str = "Tesla T4", batch: int 
     gpu = machine.gpu(card)
     offered = {"model": (model, models.names()), "batch": (batch, BATCHES), "length": (length, LENGTHS)}
     for name, (given, accepted) in offered.items():
-        accept(given in accepted, name, given, ", ".join(map(str, accepted)))
+        accept(type(given) is type(accepted[0]) and given in accepted, name, given, ", ".join(map(str, accepted)))
     try:
         import ipywidgets
         from IPython import get_ipython

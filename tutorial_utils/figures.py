@@ -21,8 +21,9 @@ class Table:
     """Rows of cells by column name, shown as HTML, and as text elsewhere."""
 
     def __init__(self, rows: list[dict]):
-        self.rows = rows
-        self.columns = list(rows[0]) if rows else []
+        accept(isinstance(rows, list) and all(isinstance(row, dict) for row in rows), "rows", rows, "a list of dicts")
+        self.columns = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
+        self.rows = [{name: row.get(name, "") for name in self.columns} for row in rows]
 
     def _repr_html_(self) -> str:
         def line(cells, tag):
@@ -64,7 +65,7 @@ def memory_bars(reports: dict[str, Memory], card: int | None = None, card_name="
     """
     _some("reports", reports, Memory)
     accept(card is None or isinstance(card, numbers.Real), "card", card, 'bytes, such as machine.card("Tesla T4")')
-    predicted = not outside or all(hasattr(report, "card_bytes") for report in reports.values())
+    predicted = not outside or all(getattr(report, "card_bytes", None) for report in reports.values())
     accept(predicted, "outside", outside, "False, or True for predictions, which know it")
     if (axes := _axes(max(1.8, 0.9 + 0.45 * len(reports)))) is None:
         return
@@ -133,7 +134,7 @@ def lines(series: dict[str, dict[float, float]], x: str, y: str, logarithmic: bo
     _some("series", series, dict)
     if (axes := _axes(3.0)) is None:
         return
-    for (name, points), colour, marker in zip(series.items(), COLOURS.values(), "osv^DX"):
+    for (name, points), (colour, marker) in zip(series.items(), itertools.cycle(zip(COLOURS.values(), "osv^DX"))):
         axes.plot(list(points), list(points.values()), color=colour, marker=marker, markersize=4, label=name)
     if logarithmic:
         axes.set_xscale("log", base=2)

@@ -153,8 +153,7 @@ def need(package: str, what: str) -> bool:
 
     Where it cannot be had, a line says that `what` is left out, and the runner's table will.
     """
-    known = isinstance(package, str) and package.isidentifier()
-    accept(known, "package", package, "the name by which it is imported")
+    accept(isinstance(package, str) and package.isidentifier(), "package", package, "the name that is imported")
     hidden = package in sys.modules and sys.modules[package] is None
     if not hidden and (importlib.util.find_spec(package) or _install(package)):
         return True
@@ -213,6 +212,7 @@ def _excuse_cells():
 
 def limits(here: Machine) -> list[str]:
     """What this machine cannot do, a line each."""
+    accept(isinstance(here, Machine), "here", here, "machine.facts()")
     lines = []
     if not here.kernels:
         major, minor = here.capability
@@ -229,6 +229,7 @@ def limits(here: Machine) -> list[str]:
 
 def preset(here: Machine) -> Preset:
     """The largest of the course's sizes that leaves a quarter or more of this machine's memory free."""
+    accept(isinstance(here, Machine), "here", here, "machine.facts()")
     slow = here.device == "cpu" or here.virtual == "all"  # a virtual GPU computes on this CPU
     if slow or here.memory < 5.5 * GiB:  # 6 GB cards have 5.8 for a process
         return Preset("tiny", "pretrained", 32, 128)
@@ -286,7 +287,7 @@ def this_gpu() -> Gpu | None:
 
 
 def gpu(card: str | int | Gpu) -> Gpu:
-    """The card of a name or of words that only one has ("T4", "A100 80GB"), or of a size ("6 GiB", or bytes).
+    """The card of a name or of words that only one has ("T4", "A100 PCIe"), or of a size ("6 GiB", or bytes).
 
     Words that stand in several names mean the one that has no others ("3060", of the Ti too), or the usual one of
     facts/gpus.toml ("A100"). Else ValueError.
@@ -295,7 +296,7 @@ def gpu(card: str | int | Gpu) -> Gpu:
         return card
     size = re.fullmatch(r"(\d{1,6}(\.\d+)?) ?GiB", card.strip(), re.ASCII) if isinstance(card, str) else None
     count = round(float(size[1]) * GiB) if size else card
-    if isinstance(count, int) and not isinstance(count, bool) and count > 0:
+    if type(count) is int and 0 < count < 2**63:
         return Gpu(f"{count / GiB:g} GiB", count, None)
     found = {g: set(re.split(r"[ -]", g.name.lower())) for g in gpus().values()}
     found = {g: words for g, words in found.items() if set(re.split(r"[ -]", str(card).lower())) <= words}

@@ -1,11 +1,11 @@
 """Sequence classifiers by name: `build`, `config`, `names`. The sizes are in facts/models.toml."""
 
-import numbers
+import sys
 import tomllib
 from functools import cache
 from pathlib import Path
 
-from .check import accept
+from .check import accept, one_of
 from .data import TINY
 
 # After this many fine-tuning steps the tiny pretrained model must lead one from random weights on
@@ -34,26 +34,24 @@ def config(name: str, num_labels: int = 2, **changes):
     """
     from transformers import AutoConfig
 
-    accept(isinstance(name, str) and name in _facts(), "model", name, ", ".join(names()))
+    one_of(names(), "model", name)
     accept(type(num_labels) is int and 1 <= num_labels <= MOST_LABELS, "num_labels", num_labels, f"1 to {MOST_LABELS}")
     fields = {key: value for key, value in _facts()[name].items() if key != "hub"}
     plain = AutoConfig.for_model(**{**fields, **NO_CACHE}, num_labels=num_labels)
-    if not changes:
-        return plain
     from transformers.activations import ACT2FN
 
-    if unknown := [key for key in changes if not hasattr(plain, key)]:
-        accepted = ", ".join(key for key in plain.to_dict() if key[0] != "_")
-        raise ValueError(
-            f"changes were {changes}; a configuration of {name} has no {unknown[0]!r}; accepted: {accepted}"
-        )
+    fields_known = ", ".join(key for key in plain.to_dict() if key[0] != "_")
     for key, value in changes.items():
-        if key.startswith("num_") or key.endswith(("_size", "position_embeddings")):
-            accept(type(value) is int and value >= 1, key, value, "a whole number, 1 or more")
-        elif key.endswith(("_act", "_activation")):
-            accept(isinstance(value, str) and value in ACT2FN, key, value, ", ".join(ACT2FN))
-        elif "dropout" in key and value != getattr(plain, key):
-            accept(isinstance(value, numbers.Real) and 0 <= value <= 1, key, value, "0 to 1")
+        accept(hasattr(plain, key), f"a field of {name}", key, fields_known)
+        default = getattr(plain, key)
+        if type(default) is int and not key.endswith("_id"):
+            least = min(1, default)
+            accept(type(value) is int and value >= least, key, value, f"a whole number, {least} or more")
+        elif isinstance(default, float):
+            most = 1 if "drop" in key else sys.float_info.max
+            accept(isinstance(value, float | int) and 0 <= value <= most, key, value, f"0 to {most}")
+        elif isinstance(default, str) and "act" in key:
+            one_of(ACT2FN, key, value)
     return AutoConfig.for_model(**{**fields, **NO_CACHE, **changes}, num_labels=num_labels)
 
 
@@ -67,9 +65,8 @@ def build(name: str, num_labels: int = 2, weights: str = "random", attention: st
     """
     from transformers import AutoModelForSequenceClassification
 
-    accept(weights in ("random", "pretrained"), "weights", weights, '"random" or "pretrained"')
-    if weights == "pretrained" and changes:
-        raise ValueError(f"pretrained weights have a fixed shape; {sorted(changes)} need random weights")
+    one_of(("random", "pretrained"), "weights", weights)
+    accept(weights == "random" or not changes, "changes", changes, "none: pretrained weights have a fixed shape")
     settings = config(name, num_labels, **changes)
     check_attention(settings, attention)
     if weights == "pretrained":
@@ -84,6 +81,7 @@ def untrained(settings, attention: str | None = None):
     from transformers import AutoModelForSequenceClassification
     from transformers.initialization import no_init_weights
 
+    check_attention(settings, attention)
     with no_init_weights():
         model = AutoModelForSequenceClassification.from_config(settings, attn_implementation=attention)
     model.tie_weights()  # a part of the initialization
@@ -94,20 +92,18 @@ def check_attention(settings, attention: str | None):
     """ValueError where transformers has no such attention for this architecture."""
     from transformers import AutoModelForSequenceClassification
 
-    accept(attention in (None, "eager", "sdpa"), "attention", attention, '"eager" or "sdpa"')
-    try:
-        model_class = AutoModelForSequenceClassification._model_mapping[type(settings)]
-    except KeyError:
-        raise ValueError(
-            f"transformers has no sequence classifier for {type(settings).__name__}; "
-            f"accepted: a configuration that has one, or a function that returns a module"
-        ) from None
-    if attention == "sdpa" and not model_class._supports_sdpa:
-        raise ValueError(f'transformers has no SDPA attention for {settings.model_type}; accepted: "eager"')
+    if attention is not None:
+        one_of(("eager", "sdpa"), "attention", attention)
+    classes = AutoModelForSequenceClassification._model_mapping
+    way = "a configuration for which transformers has a sequence classifier, or a function that returns a module"
+    accept(type(settings) in classes, "model", settings, way)
+    known = attention != "sdpa" or classes[type(settings)]._supports_sdpa
+    accept(known, f"attention of {settings.model_type}", attention, '"eager": transformers has no SDPA for it')
 
 
 def positions(settings) -> int | None:
     """The longest text in tokens, or None where positions are relative or rotated and set no limit in memory."""
+    accept(hasattr(settings, "model_type"), "settings", settings, "a configuration, such as models.config()")
     if settings.model_type in ("roberta", "xlm-roberta", "camembert"):
         return settings.max_position_embeddings - settings.pad_token_id - 1  # counted from behind the padding's
     if not getattr(settings, "position_biased_input", True) or getattr(settings, "rope_parameters", None):

@@ -12,8 +12,7 @@ def checkpoint_layers(model, every_n_layers: int = 1, **options):
     `activation_checkpointing_enable` is the newer name, and `every_n_layers` an argument of some versions only: a
     layer's own switch is older than both.
     """
-    right = type(every_n_layers) is int and every_n_layers >= 0
-    accept(right, "every_n_layers", every_n_layers, "a whole number, 0 for none")
+    accept(type(every_n_layers) is int and every_n_layers >= 0, "every_n_layers", every_n_layers, "0 for none, or more")
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     enable = getattr(model, "activation_checkpointing_enable", getattr(model, "gradient_checkpointing_enable", None))
@@ -32,6 +31,9 @@ def in_order(trainer: type) -> type:
     Newer versions say `train_sampling_strategy="sequential"` for it; the older ones always shuffle.
     """
     from torch.utils.data import SequentialSampler
+
+    trains = isinstance(trainer, type) and hasattr(trainer, "_get_train_sampler")
+    accept(trains, "trainer", trainer, "transformers' Trainer, or a class made of it")
 
     class InOrder(trainer):
         def _get_train_sampler(self, train_dataset=None):

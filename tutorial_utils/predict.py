@@ -4,6 +4,7 @@ Every operation of the forward pass, the backward pass and the optimizer is exec
 only: nothing is allocated or computed. `measure.Tracker` follows the storages as in a real run.
 """
 
+import copy
 import gc
 import importlib.util
 import inspect
@@ -116,21 +117,18 @@ def step_memory(
     settings = models.config(model, num_labels) if isinstance(model, str) else model
     sizes = dict(accumulate=accumulate, checkpointing=checkpointing, freeze_layers=freeze_layers, lora=lora)
     names = {"precision": precision, "device": device} | ({} if callable(optimizer) else {"optimizer": optimizer})
-    known = isinstance(settings, PretrainedConfig) or callable(settings)
+    known = isinstance(settings, PretrainedConfig) or callable(settings) and not isinstance(settings, torch.nn.Module)
     accept(known, "model", model, "a name, a configuration, or a function that returns a module")
-    made = not inspect.isclass(optimizer)
-    accept(made, "optimizer", optimizer, "a name, or a function of the model that returns one")
+    accept(not inspect.isclass(optimizer), "optimizer", optimizer, "a name, or a function of the model that makes one")
     for name, given in (("prepare", prepare), ("step", step)):
         accept(given is None or callable(given), name, given, "a function")
-    named = inputs is None or isinstance(inputs, Mapping) and inputs
-    accept(named, "inputs", inputs, "the forward's arguments by name")
+    known = inputs is None or isinstance(inputs, Mapping) and ("labels" in inputs if step is None else inputs)
+    accept(known, "inputs", inputs, "the forward's arguments by name, and the labels for the step that is built")
     accept(type(padded) is bool, "padded", padded, "True or False")
     accept(limit is None or type(limit) is int and limit >= 1, "limit", limit, "bytes, 1 or more")
     _check(settings, sizes | ({"batch": batch, "length": length} if inputs is None else {}), names, lora)
     if step is not None and (accumulate > 1 or PRECISIONS[precision] is not None):
         raise ValueError("accumulate and precision say what the built step does; a step of your own does it itself")
-    if not callable(settings):
-        models.check_attention(settings, attention)
     with _one_at_a_time, _Shapes() as fake, ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "Accessing the data pointer")  # a copy asks whether there is one
@@ -154,7 +152,8 @@ def step_memory(
         chosen = _optimizer(optimizer, network, device)
         if inputs is None:
             inputs = _text(network, batch, length, padded)
-        inputs = type(inputs)(tree_map_only(torch.Tensor, fake.from_tensor, dict(inputs)))  # a tokenizer's has .to
+        inputs = copy.copy(inputs)  # a tokenizer's is no dict, and has .to
+        inputs.update(tree_map_only(torch.Tensor, fake.from_tensor, dict(inputs)))
         if step is None:
             for parameter in network.parameters():
                 if parameter.requires_grad:
@@ -180,7 +179,9 @@ def step_memory(
 def _step(network, optimizer, inputs, precision, accumulate):
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
     with torch.autocast("cpu", PRECISIONS[precision], enabled=PRECISIONS[precision] is not None):
-        logits = network(**{name: value for name, value in inputs.items() if name != "labels"}).logits
+        output = network(**{name: value for name, value in inputs.items() if name != "labels"})
+        accept(hasattr(output, "logits"), "what the model returned", output, "its logits, or a step of your own")
+        logits, output = output.logits, None
         loss = torch.nn.functional.cross_entropy(logits, inputs["labels"])
     scaler.scale(loss / accumulate if accumulate > 1 else loss).backward()
     del logits, loss
@@ -266,7 +267,7 @@ def _check(settings, sizes, names, lora):
     accepted = {"optimizer": OPTIMIZERS, "precision": tuple(PRECISIONS), "device": ("cuda", "cpu")}
     for name, value in names.items():
         more = ", or a function of the model" if name == "optimizer" else ""
-        accept(value in accepted[name], name, value, ", ".join(accepted[name]) + more)
+        accept(isinstance(value, str) and value in accepted[name], name, value, ", ".join(accepted[name]) + more)
     for package, wanted in (("bitsandbytes", names.get("optimizer") == "adamw8bit"), ("peft", lora)):
         if wanted and importlib.util.find_spec(package) is None:
             raise ImportError(f"adamw8bit is of bitsandbytes, lora of peft; not installed: pip install {package}")

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,7 +84,7 @@ class Timing:
         return Figure(value, self.settled and all(map(_agree, self.rounds.values())))
 
     def _of(self, name) -> list[float]:
-        accept(name in list(self.rounds), "name", name, ", ".join(map(str, self.rounds)))
+        accept(isinstance(name, Hashable) and name in self.rounds, "name", name, ", ".join(map(str, self.rounds)))
         return self.rounds[name]
 
     def _figure(self, values: list[float]) -> Figure:
