@@ -239,6 +239,7 @@ def machine_facts() -> tuple[dict, str]:
         "memory_bytes": here.memory,
         "cores": here.cores,
         "bf16": here.bf16,
+        "virtual": here.virtual,
     }
     return {"machine": facts, "versions": here.versions, "date": date.today().isoformat()}, here.slug
 
@@ -273,7 +274,9 @@ def write_recording(path: Path, result: dict, executed: Path):
     content = bounds.load(into) if into.exists() else {"lessons": {}}
     if result["figures"]:
         of_the_run = {"date": about["date"], "versions": about["versions"]}
-        row = {**of_the_run, "machine": about["machine"], "seconds": result["seconds"], "figures": result["figures"]}
+        times = result["times"] if about["machine"]["virtual"] else ()
+        figures = {name: value for name, value in result["figures"].items() if name not in times}
+        row = {**of_the_run, "machine": about["machine"], "seconds": result["seconds"], "figures": figures}
         kept = {**content["lessons"], result["name"]: row}
         bounds.write(into, {"machine": about["machine"], "lessons": dict(sorted(kept.items()))})
     if slug == "cpu" and executed.exists():

@@ -172,7 +172,7 @@ def test_every_bound_says_why_and_can_fail():
             if name.endswith("_bytes"):
                 assert 0 < bound["recorded_tolerance"] <= bound["predicted_tolerance"] <= 0.05
             else:
-                known = ("cpu", "cpu-fp16", "cpu-other", "cuda", "cuda-bf16")
+                known = ("cpu", "cpu-fp16", "cpu-other", "cuda", "cuda-bf16", "cuda-tiny")
                 classes = [backend for backend in known if backend in bound]
                 assert classes and set(bound) <= {"why", "needs", *classes}, f"{lesson}.{name}: {sorted(bound)}"
                 for low, high in filter(None, map(bound.get, classes)):

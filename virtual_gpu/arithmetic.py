@@ -44,6 +44,7 @@ _running = threading.local()  # .depth: of kernels whose own host code is runnin
 
 def start(values: str):
     """Wrap the CUDA kernels of torch, for this process."""
+    _untraced(*(made.__code__ for made in globals().values() if hasattr(made, "__code__")))
     with _replacing("aten"):
         if values == "small":
             for name in OPERATORS:
@@ -60,6 +61,15 @@ def start(values: str):
         if values != "none":
             for name in SHAPED_BY_VALUES:
                 _replace(name, _shaped_by_values(name))
+
+
+def _untraced(*codes):
+    """Dynamo takes kernels for the program's own Python, where it is between two graphs."""
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for code in codes:
+        frames.set_code_exec_strategy(code, skip)
+        _untraced(*(inner for inner in code.co_consts if hasattr(inner, "co_code")))
 
 
 def start_bitsandbytes():
@@ -187,14 +197,15 @@ def _on_cpu(op, arguments, options):
     with torch.no_grad():
         try:
             return op(*arguments, **options)
-        except RuntimeError:  # a kernel that the CPU has for float alone, or not for halves beside floats
+        except RuntimeError as error:  # a kernel that the CPU has for float alone, or not for halves beside floats
             if any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments):
                 raise  # what is in place would be lost
-            return op(*_in_full(arguments), **_in_full(options))
+            types = EXACT if "not implemented for 'Int'" in str(error) else HALVES
+            return op(*_in_full(arguments, types), **_in_full(options, types))
 
 
-def _in_full(value):
-    return tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in HALVES else t, value)
+def _in_full(value, types):
+    return tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in types else t, value)
 
 
 def _missing(name):
