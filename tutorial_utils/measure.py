@@ -104,14 +104,16 @@ def memory(step: Callable[[], object], model, optimizer=None, inputs=(), card: i
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # or reserved would be that of an earlier, larger step
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_stats(device)
+        others = torch.cuda.memory_stats(device)["requested_bytes.all.current"] - known
         step()
         torch.cuda.synchronize(device)
         after = torch.cuda.memory_stats(device)
     report = tracker.report()
 
+    # What lives before and after is not of this step; what dies in it was left by the one before, and is.
+    others = min(others, after["requested_bytes.all.current"] - tracker.bytes)
     # What the allocator saw and the tracker did not are buffers inside kernels.
-    peak = after["requested_bytes.all.peak"] - before["requested_bytes.all.current"] + known
+    peak = after["requested_bytes.all.peak"] - others
     report.parts["temporary"] += peak - report.peak
     report.peak = peak
     report.allocated = after["allocated_bytes.all.peak"]
