@@ -132,6 +132,35 @@ def test_what_is_not_written_is_an_error_with_its_name():
     assert ran.returncode and "which the virtual GPU does not have" in ran.stderr
 
 
+CANNOT = {  # README's list: what is tried, and what it says
+    "CUDA graphs": ("with torch.cuda.graph(torch.cuda.CUDAGraph()): x + 1", "not have this: cudaStreamBeginCapture"),
+    "Triton": ("torch.compile(lambda x: 2 * x + 1)(x)", "Cannot find a working triton installation"),
+    "NCCL": ("""torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+torch.distributed.all_reduce(x)""", "ncclGetUniqueId was called, which the virtual GPU does not have"),
+    "cuFFT": ("torch.fft.fft(x)", "cufftCreate was called, which the virtual GPU does not have"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CANNOT)
+def test_what_cannot_run_says_so(what):
+    code, said = CANNOT[what]
+    begin = "import virtual_gpu; virtual_gpu.start('T4'); import torch; x = torch.ones(4, device='cuda')\n"
+    ran = process(begin + code)
+    assert ran.returncode and said in ran.stderr, ran.stderr[-2000:]
+    assert what in (ROOT / "virtual_gpu" / "README.md").read_text(encoding="utf-8")
+
+
+def test_its_kernels_are_not_traced():
+    """Dynamo takes them for the program's own Python where one runs between two graphs."""
+    code = """
+    def f(x, y):
+        return (x + 1)[y.nonzero()]
+    x = torch.ones(4, device="cuda")
+    print(torch._dynamo.explain(f)(x, x > 0).graph_break_count)
+    """
+    assert on("T4", code, "all").split()[-1] == "1"
+
+
 def test_an_operator_without_values_names_itself():
     ran = process("""
     import virtual_gpu; virtual_gpu.start("T4", "all")
