@@ -1,3 +1,4 @@
+import contextlib
 import gc
 from types import SimpleNamespace
 
@@ -101,7 +102,7 @@ def test_accumulating_needs_room_for_the_gradients_before():
 
 
 @pytest.mark.parametrize("name", ["Tesla T4", "a card without facts"])
-def test_the_search_on_a_gpu_stands_beside_its_prediction(name):
+def test_the_search_on_a_gpu_stands_beside_its_prediction(name, monkeypatch):
     """That cell, on an imitated T4 which 52 texts fill."""
 
     def step(batch_size):
@@ -113,10 +114,11 @@ def test_the_search_on_a_gpu_stands_beside_its_prediction(name):
         for words in ("def predicted_step", "batch_found_to_predicted")
     )
     model = regressor()
+    monkeypatch.setattr(machine, "this_gpu", lambda: machine.Gpu(name, 15 * 2**30, (7, 5)))
     namespace = {
-        **COPIED, "bounds": bounds, "machine": machine, "predict": predict, "LESSON": LESSON.name, "measured": {},
+        **COPIED, "contextlib": contextlib, "bounds": bounds, "machine": machine, "predict": predict, "LESSON": LESSON.name, "measured": {},
         "model": model, "optimizer": torch.optim.AdamW(model.parameters()), "trial": lambda *_: step,
-        "here": SimpleNamespace(device="cuda", name=name, memory=15 * 2**30),
+        "here": SimpleNamespace(device="cuda", name=name),
         "preset": machine.Preset("bert-large-uncased", "random", 32, 128),
     }  # fmt: skip
     run(predicted[: predicted.index("guesses = ")], namespace)
