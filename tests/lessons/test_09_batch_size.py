@@ -116,7 +116,8 @@ def test_the_search_on_a_gpu_stands_beside_its_prediction(name, monkeypatch):
     model = regressor()
     monkeypatch.setattr(machine, "this_gpu", lambda: machine.Gpu(name, 15 * 2**30, (7, 5)))
     namespace = {
-        **COPIED, "contextlib": contextlib, "bounds": bounds, "machine": machine, "predict": predict, "LESSON": LESSON.name, "measured": {},
+        **COPIED, "contextlib": contextlib,
+        "bounds": bounds, "machine": machine, "predict": predict, "LESSON": LESSON.name, "measured": {},
         "model": model, "optimizer": torch.optim.AdamW(model.parameters()), "trial": lambda *_: step,
         "here": SimpleNamespace(device="cuda", name=name),
         "preset": machine.Preset("bert-large-uncased", "random", 32, 128),
