@@ -5,6 +5,7 @@ the bytes of BYTES, predicted and measured, with versions and date. scripts/stam
 """
 
 import argparse
+import functools
 import gc
 import importlib.util
 import statistics
@@ -39,8 +40,27 @@ ROTATING = [
 ]  # fmt: skip
 
 
+# Each with half of the models, at other sizes than the grid's: what nobody looked at while the predictor was written.
+WIDE = [
+    {"optimizer": "adafactor"}, {"optimizer": "fused"}, {"optimizer": "foreach", "precision": "bf16-pure"},
+    {"optimizer": "adafactor", "precision": "bf16-pure"}, {"lora": 8},
+    {"lora": 4, "checkpointing": 1, "optimizer": "adamw8bit"}, {"checkpointing": 1, "precision": "bf16"},
+    {"checkpointing": 2, "optimizer": "sgd"}, {"freeze_layers": 2, "precision": "fp16"},
+    {"freeze_layers": 1, "checkpointing": 1, "precision": "bf16"}, {"accumulate": 2, "precision": "fp16"},
+    {"accumulate": 3, "optimizer": "adamw8bit", "attention": "eager"}, {"precision": "fp16", "optimizer": "fused"},
+    {"precision": "bf16", "attention": "eager"},
+]  # fmt: skip
+OF_TORCH = {  # optimizers by the names of the grid
+    "adamw": torch.optim.AdamW,
+    "fused": functools.partial(torch.optim.AdamW, fused=True),
+    "foreach": functools.partial(torch.optim.AdamW, foreach=True),
+    "sgd": torch.optim.SGD,
+    "adafactor": torch.optim.Adafactor,
+}
+
+
 def grid() -> list[dict]:
-    """The steps to measure, as arguments of `predict.step_memory`."""
+    """The steps to measure, as arguments of `predict.step_memory`; optimizers by the names of `optimizer`."""
     cells = []
     for number, (model, batch, length) in enumerate(SHAPES):
         shape = {"model": model, "batch": batch, "length": length}
@@ -55,7 +75,39 @@ def grid() -> list[dict]:
         if "deberta" not in model and number % 3 == 0:
             cells.append(shape | {"attention": "eager"})
     llama = {"model": "llama-2-7b", "batch": 2, "length": 512, "precision": "bf16-pure", "lora": 8, "checkpointing": 1}
-    return [*cells, llama]
+    return [*cells, llama, *wide()]
+
+
+def wide() -> list[dict]:
+    """Every family with every technique: batches and lengths that no power of two divides."""
+    cells = []
+    for row, (model, batch, length) in enumerate(SHAPES):
+        for column, technique in enumerate(WIDE):
+            eager = technique.get("attention") and "deberta" in model  # which has its own
+            if (row + column) % 2 == 0 and not eager:
+                cells.append({"model": model, "batch": batch // 2 + 1, "length": length - 21} | technique
+                             | {"padded": bool((row + column // 2) % 2)})  # fmt: skip
+    return cells
+
+
+def optimizer(cell: dict, parameters):
+    """Of a cell's name for it, over what is trained."""
+    if (name := cell.get("optimizer", "adamw")) == "adamw8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(parameters, lr=1e-5)
+    return OF_TORCH[name](parameters, lr=1e-5)
+
+
+def predicted(cell: dict, gpu: machine.Gpu) -> predict.Prediction:
+    """Those that the predictor has no name for, as a function of the model."""
+    if cell.get("optimizer", "adamw") in predict.OPTIMIZERS:
+        return predict.step_memory(**cell, card=gpu)
+    return predict.step_memory(**cell | {"optimizer": lambda model: optimizer(cell, trained(model))}, card=gpu)
+
+
+def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def in_bytes(prediction: predict.Prediction) -> dict[str, int]:
@@ -72,16 +124,12 @@ def training(cell: dict, device: str):
     model = predict._prepared(
         model, precision, cell.get("checkpointing", 0), cell.get("freeze_layers", 0), cell.get("lora", 0), None
     )
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if cell.get("optimizer") == "adamw8bit":
-        from bitsandbytes.optim import AdamW8bit as optimizer
-    else:
-        known = {"sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
-        optimizer = known.get(cell.get("optimizer"), torch.optim.AdamW)
-    optimizer = optimizer(trained, lr=1e-5)
+    chosen = optimizer(cell, trained(model))
     inputs = predict._text(model, cell["batch"], cell["length"], padded=True)
     if cell.get("padded"):
         inputs["attention_mask"][:, -cell["length"] // 4 :] = 0
+    if "token_type_ids" in inputs:
+        inputs["token_type_ids"].zero_()  # RoBERTa has one type
     inputs["input_ids"][:, cell["length"] // 2] = getattr(model.config, "eos_token_id", None) or 2
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     dtype = predict.PRECISIONS[precision]
@@ -94,18 +142,18 @@ def training(cell: dict, device: str):
                 loss = torch.nn.functional.cross_entropy(logits, inputs["labels"])
             scaler.scale(loss / accumulate if accumulate > 1 else loss).backward()
             del logits, loss
-        scaler.step(optimizer)
+        scaler.step(chosen)
         scaler.update()
-        optimizer.zero_grad()
+        chosen.zero_grad()
 
-    return step, model, optimizer, inputs
+    return step, model, chosen, inputs
 
 
 def measured(cell: dict) -> dict:
     """The names of BYTES → bytes on this GPU, of the first two steps. The card's are all that is in use on it."""
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
-    step, model, optimizer, inputs = training(cell, "cuda")
+    step, model, chosen, inputs = training(cell, "cuda")
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -114,7 +162,7 @@ def measured(cell: dict) -> dict:
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     peaks = torch.cuda.memory_stats()
-    tensors = measure.memory(step, model, optimizer, inputs).peak
+    tensors = measure.memory(step, model, chosen, inputs).peak
     allocated, reserved = (peaks[f"{name}_bytes.all.peak"] for name in ("allocated", "reserved"))
     return dict(zip(BYTES, (tensors, allocated, reserved, total - free)))
 
@@ -128,11 +176,14 @@ def why_not(cell: dict, prediction: predict.Prediction, bf16: bool) -> str:
     return "" if prediction.fits else "predicted not to fit"
 
 
-def record(cells: list[dict], gpu: machine.Gpu, bf16: bool, minutes: float) -> list[dict]:
-    """A row for each cell: its choices, predicted and measured bytes, or the reason for leaving it out."""
+def record(cells: list[dict], gpu: machine.Gpu, bf16: bool, minutes: float, keep=lambda rows: None) -> list[dict]:
+    """A row for each cell: its choices, predicted and measured bytes, or the reason for leaving it out.
+
+    keep: called with the rows so far, at every new one.
+    """
     rows, started = [], time.monotonic()
     for number, cell in enumerate(cells, 1):
-        prediction = predict.step_memory(**cell, card=gpu)
+        prediction = predicted(cell, gpu)
         row = {**cell, "predicted": in_bytes(prediction)}
         late = time.monotonic() - started > 60 * minutes
         reason = f"later than {minutes:g} minutes" if late else why_not(cell, prediction, bf16)
@@ -141,6 +192,7 @@ def record(cells: list[dict], gpu: machine.Gpu, bf16: bool, minutes: float) -> l
         except torch.OutOfMemoryError:
             row["measured"] = "out of memory"
         rows.append(row)
+        keep(rows)
         shown = {name: value for name, value in row.items() if name not in ("predicted", "measured")}
         error = f"{errors([row])[0]:+.2%}" if errors([row]) else row.get("left_out", row.get("measured"))
         print(f"{number}/{len(cells)} {shown}: {error}", file=sys.stderr, flush=True)
@@ -181,10 +233,14 @@ def main(arguments: list[str] | None = None):
     if gpu is None:
         sys.exit("record_predictions.py: no GPU that this torch can use: run it where one is; nothing was written")
     here = machine.facts()
-    rows = record(grid(), gpu, here.bf16, choices.minutes)
     about = {"machine": {"name": here.name, "memory_bytes": here.memory}, "versions": here.versions}
+    about["date"] = date.today().isoformat()
     path = choices.into / f"{here.slug}.json"
-    bounds.write(path, {**about, "date": date.today().isoformat(), "summary": summary(rows), "cells": rows})
+
+    def keep(rows):
+        bounds.write(path, {**about, "summary": summary(rows), "cells": rows})
+
+    rows = record(grid(), gpu, here.bf16, choices.minutes, keep)
     print(f"{summary(rows)}\nwrote {path.name}; now: python scripts/stamp.py")
 
 

@@ -40,8 +40,9 @@ OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "sgd")
 PRECISIONS = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16, "bf16-pure": None}  # of autocast
 
 # What a card holds besides PyTorch's memory, at most, now that kernels are loaded when they are first used. Readings:
-# about 300 and 400 MB (pytorch issues 107667 and 109888), 287 MB (pull request 86509).
-CONTEXT = 512 * MiB
+# about 300 and 400 MB (pytorch issues 107667 and 109888), 287 MB (pull request 86509); on an H100, of 132
+# multiprocessors, 527 MiB at the start and 767 after a training step.
+CONTEXT, CONTEXT_OF_ONE = 512 * MiB, 6 * MiB
 # cuBLAS allocates one for each thread that multiplies: the forward pass has one, the backward pass another.
 # Source: CUBLAS_WORKSPACE_CONFIG :4096:2:16:8, from compute capability 9.0 on 32 MiB, in ATen's CublasHandlePool.cpp.
 WORKSPACE, WORKSPACE_90 = 8_519_680, 32 * MiB
@@ -457,10 +458,11 @@ def _semantics(device, gpu):
             key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
         if is_causal:
             attn_mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
-        scores = (query.float() * root) @ (key.float() * root).transpose(-2, -1)
-        if attn_mask is not None:
-            scores = scores + _additive(attn_mask, torch.float32)
-        return (cuda_dropout(softmax(scores, -1), dropout_p) @ value.float()).to(query.dtype)
+        with torch.autocast("cpu", enabled=False):
+            scores = (query.float() * root) @ (key.float() * root).transpose(-2, -1)
+            if attn_mask is not None:
+                scores = scores + _additive(attn_mask, torch.float32)
+            return (cuda_dropout(softmax(scores, -1), dropout_p) @ value.float()).to(query.dtype)
 
     def cuda_softmax(input, dim=None, _stacklevel=3, dtype=None):
         if input.dtype == torch.float16 and (dtype == torch.float32 or torch.is_autocast_enabled("cpu")):
@@ -501,6 +503,8 @@ def _attention_kernel(gpu, query, mask, enable_gqa, value) -> str:
     Source: the checks of sdp_utils.cpp in ATen's transformers/cuda.
     """
     capability, width = gpu.capability if gpu else None, query.shape[-1]
+    if any(one is not None and one.stride(-1) != 1 < one.shape[-1] for one in (query, value, mask)):
+        return "math"
     if capability is None or query.dim() != 4:
         return "efficient" if query.dim() == 4 and not enable_gqa else "math"
     half = query.dtype != torch.float32
@@ -566,14 +570,19 @@ def _add_card(prediction, tracker, gpu):
     allocator = None
     if gpu:
         with suppress(torch.OutOfMemoryError):
-            allocator = run(gpu.usable - CONTEXT)
+            allocator = run(gpu.usable - context(gpu))
         prediction.fits = allocator is not None
     allocator = allocator or run()
     prediction.allocated, prediction.reserved = allocator.used_peak, allocator.reserved_peak
-    prediction.card_bytes = allocator.reserved_peak + CONTEXT
-    parts = {"cuBLAS workspaces": 2 * workspace, "CUDA context": CONTEXT}
+    prediction.card_bytes = allocator.reserved_peak + context(gpu)
+    parts = {"cuBLAS workspaces": 2 * workspace, "CUDA context": context(gpu)}
     gaps = prediction.card_bytes - prediction.peak - sum(parts.values())
     prediction.card_parts = {"tensors": prediction.peak, "rounding and gaps": gaps, **parts}
+
+
+def context(gpu: machine.Gpu | None) -> int:
+    """Bytes of a card that no tensor can have, at most: the driver's own, more with more multiprocessors."""
+    return max(CONTEXT, CONTEXT_OF_ONE * (gpu and gpu.multiprocessors or 0))
 
 
 class _Allocator:

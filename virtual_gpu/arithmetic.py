@@ -45,6 +45,7 @@ _running = threading.local()  # .depth: of kernels whose own host code is runnin
 def start(values: str):
     """Wrap the CUDA kernels of torch, for this process."""
     _untraced(*(made.__code__ for made in globals().values() if hasattr(made, "__code__")))
+    torch._C._jit_set_texpr_fuser_enabled(False)  # of TorchScript: it compiles kernels of its own, which nothing runs
     with _replacing("aten"):
         if values == "small":
             for name in OPERATORS:

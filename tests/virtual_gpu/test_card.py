@@ -161,6 +161,16 @@ def test_its_kernels_are_not_traced():
     assert on("T4", code, "all").split()[-1] == "1"
 
 
+def test_torchscript_compiles_nothing():
+    """In transformers 5.17 functions of DeBERTa are TorchScript, whose fuser would write kernels for a card."""
+    code = """
+    x = torch.ones(4, device="cuda")
+    f = torch.jit.trace(lambda x: torch.sign(x) * (x.abs() + 1).log(), x)
+    print([f(x).shape for _ in range(4)][-1])
+    """
+    assert "[4]" in on("T4", code)
+
+
 def test_an_operator_without_values_names_itself():
     ran = process("""
     import virtual_gpu; virtual_gpu.start("T4", "all")
