@@ -95,6 +95,8 @@ def _around_torch(load_torch):
     settings = json.loads(os.environ[SETTINGS])
     described = settings["described"]
     libraries = build.build()
+    # Of kernels that torch writes while it runs: a real card would find nothing in those that are written here.
+    os.environ["USE_PYTORCH_KERNEL_CACHE"] = "0"
     os.environ.update({f"VGPU_{name.upper()}": str(value) for name, value in described.items()})
     # torch finds them by their names, loaded already: no loader's path is touched.
     _libraries.extend(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL) for library in libraries)

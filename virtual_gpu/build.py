@@ -20,6 +20,7 @@ WRITTEN = {  # library, without its version → its own source and options
     "libcublasLt": ("blas.c", []),
     "libcublas": ("blas.c", ["-DCUBLAS"]),
     "libcudnn": ("dnn.c", []),
+    "libnvrtc": ("nvrtc.c", []),
 }
 ORDER = ("libcudart", "libcuda", "libcublasLt", "libcublas")  # in which they are loaded, before the others
 # Where a symbol names no version, by its beginning: the longest that fits.

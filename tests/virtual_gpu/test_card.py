@@ -161,6 +161,17 @@ def test_its_kernels_are_not_traced():
     assert on("T4", code, "all").split()[-1] == "1"
 
 
+def test_kernels_that_torch_writes_while_it_runs(tmp_path):
+    """Their values are the CPU's, and nothing of them is kept where a real card would look for them."""
+    code = f"""
+    import os
+    os.environ["PYTORCH_KERNEL_CACHE_PATH"] = {str(tmp_path)!r}
+    x = torch.linspace(-0.9, 0.9, 5)
+    print((x.cuda().erfinv().cpu() - x.erfinv()).abs().max().item() < 1e-6)
+    """
+    assert "True" in on("T4", code, "all") and not list(tmp_path.iterdir())
+
+
 def test_torchscript_compiles_nothing():
     """In transformers 5.17 functions of DeBERTa are TorchScript, whose fuser would write kernels for a card."""
     code = """

@@ -13,6 +13,11 @@ int cuCtxGetCurrent(void **current) { return *current = context, 0; }
 int cuCtxGetDevice(int *device) { return *device = 0, 0; }
 int cuDevicePrimaryCtxRetain(void **result, int device) { return *result = context, 0; }
 int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { return *flags = 0, *active = 1, 0; }
+/* A kernel that was compiled meanwhile: it has a name, and nothing runs. */
+int cuModuleLoadData(void **module, const void *code) { return *module = (void *)0x30, 0; }
+int cuModuleGetFunction(void **function, void *module, const char *name) { return *function = (void *)0x40, 0; }
+int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *count) { return *count = 1, 0; }
+int cuLaunchKernel(void) { return 0; }
 int cuPointerGetAttribute(void *value, int number, const void *pointer) {
   switch (number) {
     case 1: return *(void **)value = context, 0;          /* its context */
