@@ -1,6 +1,8 @@
 """The grid that a GPU measures: what can be known without one."""
 
+import itertools
 import json
+import statistics
 
 import pytest
 import record_predictions
@@ -78,3 +80,28 @@ def test_a_recording(monkeypatch, tmp_path):
 
 def test_without_a_recording_the_table_says_open():
     assert "open until measured" in stamp.predictions_table([])
+
+
+def test_a_virtual_gpu_counts_what_a_real_one_held():
+    """Each step that was recorded on a card, and on a virtual one of that name with those versions: to the byte."""
+    recordings = [json.loads(path.read_text(encoding="utf-8")) for path in record_predictions.FOLDER.glob("*-*.json")]
+    compared = 0
+    for real, virtual in itertools.product(recordings, repeat=2):
+        versions = [[content["versions"][name] for name in ("torch", "transformers")] for content in (real, virtual)]
+        if versions[0] == versions[1] and virtual["machine"]["name"] == f"virtual {real['machine']['name']}":
+            rows = [measured_by_step(content) for content in (real, virtual)]
+            common = rows[0].keys() & rows[1].keys()
+            apart = {step: (rows[0][step], rows[1][step]) for step in common}
+            assert all(one["tensors"] == other["tensors"] for one, other in apart.values()), apart
+            reserved = [abs(other["reserved"] / one["reserved"] - 1) for one, other in apart.values()]
+            assert statistics.median(reserved) < 0.001 and max(reserved) < 0.07
+            compared += len(common)
+    assert compared >= 90
+
+
+def measured_by_step(recording):
+    kept = [row for row in recording["cells"] if record_predictions.is_measured(row)]
+    return {
+        str({name: value for name, value in row.items() if name not in ("predicted", "measured")}): row["measured"]
+        for row in kept
+    }

@@ -88,13 +88,15 @@ def test_small_values_are_real():
 
 @pytest.mark.parametrize(("card", "workspace"), [("T4", 8_519_680), ("A100", 8_519_680), ("H100", 32 * 2**20)])
 def test_cublas_workspace(card, workspace):
-    """CUBLAS_WORKSPACE_CONFIG's default by capability, for the thread that multiplies."""
+    """CUBLAS_WORKSPACE_CONFIG's default by capability, a thread that multiplies. torch 2.15 leaves it to cuBLAS."""
     code = """
     x = torch.empty(8, 8, device="cuda"); before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     y = x @ x
-    print(torch.cuda.memory_stats()["requested_bytes.all.current"] - before - y.nbytes)
+    print(torch.cuda.memory_stats()["requested_bytes.all.current"] - before - y.nbytes, torch.__version__)
     """
-    assert int(on(card, code)) == workspace
+    found, version = on(card, code).split()
+    own = tuple(map(int, version.split(".")[:2])) >= (2, 15)
+    assert int(found) == (0 if own else workspace)
 
 
 @pytest.mark.parametrize(("card", "staging"), [("T4", 20), ("A100", 108), ("L4", 44), ("H100", 128)])
