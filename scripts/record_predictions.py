@@ -50,6 +50,16 @@ WIDE = [
     {"accumulate": 3, "optimizer": "adamw8bit", "attention": "eager"}, {"precision": "fp16", "optimizer": "fused"},
     {"precision": "bf16", "attention": "eager"},
 ]  # fmt: skip
+# A step of transformers' single-GPU guide of 2022 → MB on a V100, as NVML counts them, less its context of 1,343.
+OF_2022 = {"model": "bert-large-uncased", "length": 512, "attention": "eager"}
+WHOLE, ACCUMULATED = OF_2022 | {"batch": 4}, OF_2022 | {"batch": 1, "accumulate": 4}
+ALL_FOUR = ACCUMULATED | {"checkpointing": 1, "precision": "fp16"}
+PUBLISHED = [
+    (WHOLE, 14_949 - 1343), (ACCUMULATED, 8681 - 1343), (ACCUMULATED | {"checkpointing": 1}, 6775 - 1343),
+    (WHOLE | {"precision": "fp16"}, 13_939 - 1343), (ALL_FOUR, 7275 - 1343),
+    (WHOLE | {"optimizer": "adafactor"}, 12_295 - 1343), (ALL_FOUR | {"optimizer": "adafactor"}, 4847 - 1343),
+    (WHOLE | {"optimizer": "adamw8bit"}, 13_085 - 1343), (ALL_FOUR | {"optimizer": "adamw8bit"}, 5363 - 1343),
+]  # fmt: skip
 OF_TORCH = {  # optimizers by the names of the grid
     "adamw": torch.optim.AdamW,
     "fused": functools.partial(torch.optim.AdamW, fused=True),
@@ -75,7 +85,7 @@ def grid() -> list[dict]:
         if "deberta" not in model and number % 3 == 0:
             cells.append(shape | {"attention": "eager"})
     llama = {"model": "llama-2-7b", "batch": 2, "length": 512, "precision": "bf16-pure", "lora": 8, "checkpointing": 1}
-    return [*cells, llama, *wide()]
+    return [*cells, llama, *(cell for cell, _ in PUBLISHED), *wide()]
 
 
 def wide() -> list[dict]:
@@ -119,8 +129,12 @@ def training(cell: dict, device: str):
     """(step, model, optimizer, inputs) of a real run, in a reader's own words; random weights."""
     precision, accumulate = cell.get("precision", "fp32"), cell.get("accumulate", 1)
     torch.manual_seed(0)
-    with torch.device(device):
-        model = models.build(cell["model"], attention=cell.get("attention"), **cell.get("sizes", {}))
+    try:  # made in its type, as from_pretrained makes it: fp32 weights before it would leave gaps in what is reserved
+        torch.set_default_dtype(torch.bfloat16 if precision == "bf16-pure" else torch.float32)
+        with torch.device(device):
+            model = models.build(cell["model"], attention=cell.get("attention"), **cell.get("sizes", {}))
+    finally:
+        torch.set_default_dtype(torch.float32)
     model = predict._prepared(
         model, precision, cell.get("checkpointing", 0), cell.get("freeze_layers", 0), cell.get("lora", 0), None
     )

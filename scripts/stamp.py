@@ -14,6 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+import record_predictions  # noqa: E402
+
 from tutorial_utils import bounds  # noqa: E402
 from tutorial_utils.figures import size  # noqa: E402
 
@@ -174,6 +176,30 @@ def predictions_table(recordings: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def published_table(recordings: list[dict]) -> str:
+    """What was published of a V100 in 2022, beside what today's versions reserve for the same steps, in MiB."""
+    counted = {}
+    for content in recordings:
+        rows = {json.dumps(choices(row), sort_keys=True): row for row in content["cells"]}
+        rows = [rows.get(json.dumps(cell, sort_keys=True), {}) for cell, _ in record_predictions.PUBLISHED]
+        if any(map(record_predictions.is_measured, rows)):
+            counted[content["machine"]["name"]] = rows
+    lines = ["| BERT-large, 4 × 512 | published | " + " | ".join(f"{name} | predicted" for name in counted) + " |",
+             "|---" * (2 + 2 * len(counted)) + "|"]  # fmt: skip
+    for number, (cell, published) in enumerate(record_predictions.PUBLISHED):
+        kept = [f"{name} {value}" for name, value in cell.items() if name not in ("model", "length", "attention")]
+        cells = [", ".join(kept), f"{published:,}"]
+        for rows in counted.values():
+            both = (rows[number].get(kind, {}).get("reserved") for kind in ("measured", "predicted"))
+            cells += [f"{value / 2**20:,.0f}" if value else "–" for value in both]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def choices(row: dict) -> dict:
+    return {name: value for name, value in row.items() if name not in ("predicted", "measured", "left_out")}
+
+
 def errors(found: dict) -> list[str]:
     return [percent(found[name]) for name in ("median_error", "worst_error")]
 
@@ -221,6 +247,7 @@ def stamped(address: str) -> dict[Path, str]:
         json.loads(p.read_text(encoding="utf-8")) for p in sorted(COMPARED.parent.glob("*.json")) if p.name not in own
     ]
     texts[readme] = between(texts[readme], "predictions", predictions_table(recordings))
+    texts[readme] = between(texts[readme], "published", published_table(recordings))
     return texts
 
 

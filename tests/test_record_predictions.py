@@ -8,6 +8,7 @@ import pytest
 import record_predictions
 import stamp
 import torch
+import truth
 
 from tutorial_utils import machine, measure, predict
 
@@ -38,6 +39,7 @@ def test_without_a_gpu_nothing_is_written(tmp_path, capsys):
         {"padded": True, "precision": "bf16", "lora": 8},
         {"optimizer": "sgd", "accumulate": 2, "freeze_layers": 2},
         {"precision": "fp16", "checkpointing": 1},
+        {"model": "roberta-base", "sizes": truth.SMALL | {"max_position_embeddings": 80}},
         {"model": "t5-base", "sizes": {"num_layers": 2, "num_decoder_layers": 2, "d_model": 64, "vocab_size": 500}},
     ],
     ids=str,
@@ -100,8 +102,14 @@ def test_a_virtual_gpu_counts_what_a_real_one_held():
 
 
 def measured_by_step(recording):
-    kept = [row for row in recording["cells"] if record_predictions.is_measured(row)]
-    return {
-        str({name: value for name, value in row.items() if name not in ("predicted", "measured")}): row["measured"]
-        for row in kept
-    }
+    rows = filter(record_predictions.is_measured, recording["cells"])
+    return {json.dumps(stamp.choices(row)): row["measured"] for row in rows}
+
+
+def test_what_was_published_stands_beside_it():
+    step, published = record_predictions.PUBLISHED[0]
+    assert step in record_predictions.grid() and published == 13_606
+    found = {"reserved": 10 * 2**30}
+    content = {"machine": {"name": "A card"}, "cells": [step | {"predicted": found, "measured": found}]}
+    table = stamp.published_table([content, {"machine": {"name": "Another"}, "cells": []}])
+    assert "| batch 4 | 13,606 | 10,240 | 10,240 |" in table and "Another" not in table
