@@ -492,6 +492,15 @@ def test_attention_that_flash_does_not_take_is_computed_in_parts(change):
 
 
 @pytest.mark.parametrize("card", [None, "T4", "NVIDIA A100-SXM4-40GB"])
+def test_a_mask_that_no_kernel_takes(card):
+    """T5's in transformers 5.17: its last dimension is not contiguous. An H100 computed its attention in parts."""
+    gpu, query = card and machine.gpu(card), torch.empty(2, 4, 16, 64)
+    mask = torch.empty(16, 16, 4).permute(2, 0, 1)[None]
+    assert predict._attention_kernel(gpu, query, mask, False, query) == "math"
+    assert predict._attention_kernel(gpu, query, mask.contiguous(), False, query) == "efficient"
+
+
+@pytest.mark.parametrize("card", [None, "T4", "NVIDIA A100-SXM4-40GB"])
 def test_three_dimensions_on_cuda_are_computed_in_parts(card):
     def peak(change):
         batch = {"x": torch.randn(4, 4, 128, 64)}

@@ -459,10 +459,16 @@ def _semantics(device, gpu):
         if is_causal:
             attn_mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
         with torch.autocast("cpu", enabled=False):
-            scores = (query.float() * root) @ (key.float() * root).transpose(-2, -1)
+            query, key, value, kind = query.float(), key.float(), value.float(), query.dtype  # they live to the end
+            scores = (query * root) @ (key * root).transpose(-2, -1)
             if attn_mask is not None:
-                scores = scores + _additive(attn_mask, torch.float32)
-            return (cuda_dropout(softmax(scores, -1), dropout_p) @ value.float()).to(query.dtype)
+                scores.add_(_additive(attn_mask, torch.float32))
+            weights, full = softmax(scores, -1), scores.eq(-torch.inf)  # _safe_softmax looks for rows without a key
+            del scores, full
+            weights = cuda_dropout(weights, dropout_p)
+            output = weights @ value
+            _ = weights.to(kind)  # which it returns, and nobody takes
+            return output.to(kind)
 
     def cuda_softmax(input, dim=None, _stacklevel=3, dtype=None):
         if input.dtype == torch.float16 and (dtype == torch.float32 or torch.is_autocast_enabled("cpu")):

@@ -130,6 +130,35 @@ print(predicted, torch.cuda.memory_stats()["requested_bytes.all.peak"] - 2 * pre
     assert abs(predicted / counted - 1) < 0.001, (predicted, counted)
 
 
+def test_attention_with_a_mask_that_no_kernel_takes():
+    """It is computed in parts."""
+    code = """
+from tutorial_utils import predict
+class Attention(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(256, 768)
+        self.bias_of_places = torch.nn.Parameter(torch.zeros(128, 128, 4))
+    def forward(self, x):
+        q, k, v = (part.view(16, 128, 4, 64).transpose(1, 2) for part in super().forward(x).chunk(3, -1))
+        mask = self.bias_of_places.permute(2, 0, 1)[None]
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, dropout_p=0.1)
+def step(model, optimizer, inputs):
+    model(**inputs).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+texts = {"x": torch.ones(16, 128, 256)}
+predicted = predict.step_memory(Attention, inputs=texts, step=step, optimizer="sgd", card="T4").peak
+model, inputs = Attention().cuda(), {"x": texts["x"].cuda()}
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+step(model, optimizer, inputs)
+torch.cuda.reset_peak_memory_stats()
+step(model, optimizer, inputs)
+print(predicted, torch.cuda.memory_stats()["requested_bytes.all.peak"] - 2 * predict.WORKSPACE)
+"""
+    predicted, counted = map(int, on("T4", code, "none").split())
+    assert abs(predicted / counted - 1) < 0.002, (predicted, counted)
+
+
 def test_what_one_step_keeps_and_the_next_frees_is_in_its_peak():
     code = """
     from tutorial_utils import measure
