@@ -236,7 +236,7 @@ CALLS = {
 )
 def test_everything_else(name, value):
     # Of a dict a name is said: of a figure too many, or of the first that is missing.
-    named = [*value, "baseline_peak_bytes", "memory_ratio_one_by_one"] if isinstance(value, dict) else []
+    named = [*value, "baseline_peak_bytes", "memory_ratio_hf_2022"] if isinstance(value, dict) else []
     given = "none" if name == "untrained with" and value is None else value
     clear(name, lambda: repr(CALLS[name](given)), given, *named)
 

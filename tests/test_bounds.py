@@ -187,10 +187,12 @@ def test_recordings_are_whole():
     for content in bounds.recordings():
         assert set(content["lessons"]) <= {lesson.name for lesson in lessons()}
         for name, recorded in content["lessons"].items():
-            there = dataclasses.replace(
-                machine.facts(), device=content["machine"]["device"], bf16=content["machine"]["bf16"]
-            )
-            assert set(recorded["figures"]) == set(bounds._expected(name, there)), f"{name}: record it again"
+            kept = {fact: content["machine"][fact] for fact in ("device", "bf16", "virtual")}
+            expected = set(bounds._expected(name, dataclasses.replace(machine.facts(), **kept)))
+            if kept["virtual"]:  # which has no times, no Triton, and no memory but this machine's
+                cannot = {"14_torch_compile": {"memory_ratio"}, "16_deepspeed_zero": {"offload_ratio"}}
+                expected -= {figure for figure in expected if TIME.search(figure)} | cannot.get(name, set())
+            assert set(recorded["figures"]) == expected, f"{name}: record it again"
 
 
 def test_claims_get_their_verdicts(monkeypatch):
