@@ -68,9 +68,10 @@ def card(course: dict, name: str) -> str:
         "| machine | minutes | download | peak memory of the lesson's step |",
         "|---|---|---|---|",
     ]
-    rows = [
+    rows = [  # a virtual GPU's minutes are those of the CPU that computes for it
         f"| {there['name']}, {there['cores']} cores, torch {run['versions']['torch']} ({run['date']}) "
-        f"| {run['seconds'] / 60:.1f} | 0 MB | {size(run['figures']['baseline_peak_bytes'])} |"
+        f"| {'–' if there.get('virtual') else format(run['seconds'] / 60, '.1f')} | 0 MB "
+        f"| {size(run['figures']['baseline_peak_bytes'])} |"
         for there, run in recorded(name)
     ]
     return "\n".join(lines + (rows or ["| none recorded yet | – | 0 MB | – |"]))

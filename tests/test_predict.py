@@ -423,7 +423,7 @@ def test_the_three_totals_of_a_card():
     assert report.peak < report.allocated <= report.reserved < report.card_bytes
     assert sum(report.card_parts.values()) == report.card_bytes and min(report.card_parts.values()) > 0
     assert report.card_parts["CUDA context"] == predict.context(None) == predict.CONTEXT
-    assert predict.context(machine.gpu("H100 HBM3")) >= 767 * 2**20  # what one held after a training step
+    assert predict.context(machine.gpu("H100 HBM3")) >= 789 * 2**20  # what one held after a hundred steps
     assert report.fits and not predict.step_memory("bert-large-uncased", 32, 256, card="T4").fits
     assert predict.step_memory("bert-large-uncased", 32, 128, card="11.5 GiB").fits
     assert not predict.step_memory("bert-large-uncased", 32, 128, card="10.8 GiB").fits
