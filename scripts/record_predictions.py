@@ -1,16 +1,19 @@
 """Measure a grid of training steps on this GPU beside their predictions: make record-predictions
 
-Alone on the GPU, about eight minutes; on a virtual one with CARD=T4. Writes facts/predictions/<gpu>.json: for each step
-the bytes of BYTES, predicted and measured, with versions and date. scripts/stamp.py puts the summary into README.md.
+Alone on the GPU, about ten minutes; on a virtual one with CARD=T4. Each step in a process of its own: what the allocator
+reserves depends on what a process did before. Writes facts/predictions/<gpu>.json: for each step the bytes of BYTES,
+predicted and measured, with versions and date. scripts/stamp.py puts the summary into README.md.
 """
 
 import argparse
 import functools
 import gc
 import importlib.util
+import multiprocessing
 import statistics
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from datetime import date
 from pathlib import Path
 
@@ -22,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from tutorial_utils import bounds, machine, measure, models, predict  # noqa: E402
 
 FOLDER = ROOT / "tutorial_utils" / "facts" / "predictions"
-MINUTES = 8
+MINUTES = 20
 # Of tensors, as the caching allocator rounds them, as it holds them, and of the card with all that lives there.
 BYTES = ("tensors", "allocated", "reserved", "card")
 
@@ -165,8 +168,6 @@ def training(cell: dict, device: str):
 
 def measured(cell: dict) -> dict:
     """The names of BYTES → bytes on this GPU, of the first two steps. The card's are all that is in use on it."""
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
     step, model, chosen, inputs = training(cell, "cuda")
     gc.collect()
     torch.cuda.empty_cache()
@@ -181,13 +182,24 @@ def measured(cell: dict) -> dict:
     return dict(zip(BYTES, (tensors, allocated, reserved, total - free)))
 
 
-def why_not(cell: dict, prediction: predict.Prediction, bf16: bool) -> str:
+def predictions(cells: list[dict], gpu: machine.Gpu) -> list[tuple[dict[str, int], bool]]:
+    """Of each step its predicted bytes, by the names of BYTES, and whether it fits."""
+    found = []
+    for number, cell in enumerate(cells, 1):
+        prediction = predicted(cell, gpu)
+        found.append((in_bytes(prediction), prediction.fits))
+        print(f"\rpredicted {number}/{len(cells)}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return found
+
+
+def why_not(cell: dict, fits: bool, bf16: bool) -> str:
     """Why this GPU cannot run a step, or nothing."""
     if cell.get("optimizer") == "adamw8bit" and not importlib.util.find_spec("bitsandbytes"):
         return "bitsandbytes is not installed"
     if "bf16" in cell.get("precision", "") and not bf16:
         return "no bf16 in hardware"
-    return "" if prediction.fits else "predicted not to fit"
+    return "" if fits else "predicted not to fit"
 
 
 def record(cells: list[dict], gpu: machine.Gpu, bf16: bool, minutes: float, keep=lambda rows: None) -> list[dict]:
@@ -195,14 +207,14 @@ def record(cells: list[dict], gpu: machine.Gpu, bf16: bool, minutes: float, keep
 
     keep: called with the rows so far, at every new one.
     """
+    models.build("tiny")  # imports once, here, what every process needs
     rows, started = [], time.monotonic()
-    for number, cell in enumerate(cells, 1):
-        prediction = predicted(cell, gpu)
-        row = {**cell, "predicted": in_bytes(prediction)}
+    for number, (cell, (found, fits)) in enumerate(zip(cells, alone(predictions, cells, gpu)), 1):
+        row = {**cell, "predicted": found}
         late = time.monotonic() - started > 60 * minutes
-        reason = f"later than {minutes:g} minutes" if late else why_not(cell, prediction, bf16)
+        reason = f"later than {minutes:g} minutes" if late else why_not(cell, fits, bf16)
         try:
-            row |= {"left_out": reason} if reason else {"measured": measured(cell)}
+            row |= {"left_out": reason} if reason else {"measured": alone(measured, cell)}
         except torch.OutOfMemoryError:
             row["measured"] = "out of memory"
         rows.append(row)
@@ -211,6 +223,15 @@ def record(cells: list[dict], gpu: machine.Gpu, bf16: bool, minutes: float, keep
         error = f"{errors([row])[0]:+.2%}" if errors([row]) else row.get("left_out", row.get("measured"))
         print(f"{number}/{len(cells)} {shown}: {error}", file=sys.stderr, flush=True)
     return rows
+
+
+def alone(function, *arguments):
+    """What it returns or raises, in a process of its own that has imported the libraries and done nothing else.
+
+    This process never asks for a GPU: those that it forks could not have one then.
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as process:
+        return process.submit(function, *arguments).result()
 
 
 def errors(rows: list[dict], name: str = "tensors") -> list[float]:
@@ -243,10 +264,9 @@ def main(arguments: list[str] | None = None):
     options.add_argument("--minutes", type=float, default=MINUTES, help="measure nothing later than that")
     options.add_argument("--into", type=Path, default=FOLDER, help="folder of the file")
     choices = options.parse_args(arguments)
-    gpu = machine.this_gpu()
+    gpu, here = alone(machine.this_gpu), alone(machine.facts)
     if gpu is None:
         sys.exit("record_predictions.py: no GPU that this torch can use: run it where one is; nothing was written")
-    here = machine.facts()
     about = {"machine": {"name": here.name, "memory_bytes": here.memory}, "versions": here.versions}
     about["date"] = date.today().isoformat()
     path = choices.into / f"{here.slug}.json"

@@ -55,15 +55,17 @@ def test_the_measured_step_is_the_predicted_one(cell):
     assert predict.step_memory(**choices, device="cpu").peak == pytest.approx(real, rel=0.01)
 
 
-def test_a_recording(monkeypatch, tmp_path):
-    def measured(cell):
-        if cell["batch"] == 2:
-            raise torch.OutOfMemoryError
-        found = record_predictions.in_bytes(predict.step_memory(**cell, card=H200))
-        return found | {"tensors": round(found["tensors"] / 1.02), "card": found["card"] + (cell["batch"] == 8)}
+def pretended(cell):
+    """In place of a measurement; by its name the process that measures finds it."""
+    if cell["batch"] == 2:
+        raise torch.OutOfMemoryError
+    found = record_predictions.in_bytes(predict.step_memory(**cell, card=H200))
+    return found | {"tensors": round(found["tensors"] / 1.02), "card": found["card"] + (cell["batch"] == 8)}
 
+
+def test_a_recording(monkeypatch, tmp_path):
     cells = [SMALL, SMALL | {"batch": 8}, SMALL | {"batch": 2}, SMALL | {"precision": "bf16"}, SMALL | {"batch": 4096}]
-    monkeypatch.setattr(record_predictions, "measured", measured)
+    monkeypatch.setattr(record_predictions, "measured", pretended)
     rows = record_predictions.record(cells, H200, bf16=False, minutes=1)
     assert rows[2]["measured"] == "out of memory" and rows[3]["left_out"] == "no bf16 in hardware"
     assert "left_out" not in rows[4]

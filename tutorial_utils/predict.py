@@ -95,8 +95,8 @@ def step_memory(
     function without arguments that returns any module.
     batch, length: of one micro-batch; padded: whether the batch holds padding, by which transformers and CUDA
     choose the attention kernel. inputs: the forward's arguments by name, as tensors, in their place.
-    accumulate: micro-batches a step; the last one is executed, which is the most expensive, since it meets
-    the gradients of the others.
+    accumulate: micro-batches a step; two are executed, the second of which is the most expensive, since it meets
+    the gradients of the first, as all others do.
     optimizer: one of OPTIMIZERS over what requires gradients, or a function of the model that returns one; torch's
     default for the device is taken ("foreach" on CUDA) where it does not say.
     precision: "fp32", "bf16" (autocast), "fp16" (autocast with GradScaler), or "bf16-pure" (the weights too).
@@ -160,8 +160,7 @@ def step_memory(
                 if parameter.requires_grad:
                     parameter.grad = torch.empty_like(parameter)
             chosen.step()  # the state of the steps before
-            if accumulate == 1:  # else the micro-batches before have left theirs
-                chosen.zero_grad()
+            chosen.zero_grad()
         held = kernels.OnCuda(gpu) if device == "cuda" else kernels.on_cpu
         with measure.Tracker(network, chosen, inputs, limit, held) as tracker:
             if step is None:
@@ -179,13 +178,14 @@ def step_memory(
 
 def _step(network, optimizer, inputs, precision, accumulate):
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
-    with torch.autocast("cpu", PRECISIONS[precision], enabled=PRECISIONS[precision] is not None):
-        output = network(**{name: value for name, value in inputs.items() if name != "labels"})
-        accept(hasattr(output, "logits"), "what the model returned", output, "its logits, or a step of your own")
-        logits, output = output.logits, None
-        loss = torch.nn.functional.cross_entropy(logits, inputs["labels"])
-    scaler.scale(loss / accumulate if accumulate > 1 else loss).backward()
-    del logits, loss
+    for _ in range(min(accumulate, 2)):
+        with torch.autocast("cpu", PRECISIONS[precision], enabled=PRECISIONS[precision] is not None):
+            output = network(**{name: value for name, value in inputs.items() if name != "labels"})
+            accept(hasattr(output, "logits"), "what the model returned", output, "its logits, or a step of your own")
+            logits, output = output.logits, None
+            loss = torch.nn.functional.cross_entropy(logits, inputs["labels"])
+        scaler.scale(loss / accumulate if accumulate > 1 else loss).backward()
+        del logits, loss
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()

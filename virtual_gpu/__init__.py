@@ -14,6 +14,7 @@ import ctypes
 import importlib.util
 import json
 import os
+import re
 import sys
 import time
 from functools import partial
@@ -23,8 +24,9 @@ from tutorial_utils import machine
 
 MiB = 2**20
 VALUES = ("all", "small", "none")
-# Of the card's memory, gone before the first tensor: the CUDA context. About 300 MB: pytorch issue 107667.
-CONTEXT = 300 * MiB
+# Of the card's memory, gone to the CUDA context: about 300 MB (pytorch issue 107667), and more on cards with many
+# multiprocessors. A real H100, of 132, held 751 MiB after the first training step.
+CONTEXT, CONTEXT_OF_ONE = 300 * MiB, 751 * MiB // 132
 ALL_COPIES, SMALL_COPIES = 1 << 62, 1 << 20  # bytes of a copy that is carried out, at most
 DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")  # of Linux, and of Windows' subsystem for it
 SETTINGS = "VIRTUAL_GPU"  # a variable of the environment: what start() was given, for the processes it starts
@@ -33,13 +35,14 @@ _libraries = []  # while they are loaded, the first is the runtime
 
 
 def start(
-    card: str = "T4", values: str = "small", *, context: int = CONTEXT, beside_a_driver: bool = False, **facts: int
+    card: str = "T4", values: str = "small", *, context: int | None = None, beside_a_driver: bool = False, **facts: int
 ):
     """Load the libraries in place of NVIDIA's, for this process and for no other.
 
     card: of facts/gpus.toml, or a word of one. values: "all" computes what every kernel would have computed (numbers
     are right; tiny models), "small" whole numbers, truth values and tensors of few elements (branches and shapes are
-    right; real sizes in seconds), "none" nothing. context: bytes that are gone before the first tensor.
+    right; real sizes in seconds), "none" nothing. context: bytes of the card that no tensor can have; else by its
+    multiprocessors.
     facts: in place of the card's own: total (bytes that CUDA reports), multiprocessors, threads, blocks (of one).
     Raises RuntimeError where torch came first or a driver of NVIDIA's is here, ValueError for what is not accepted,
     and FileNotFoundError without gcc.
@@ -53,7 +56,8 @@ def start(
         raise RuntimeError(
             f"a GPU's driver is here ({here[0]}): use the GPU, or say beside_a_driver=True (--beside-a-driver)"
         )
-    described = described_by(chosen, facts) | {"context": context, "name": chosen.name}
+    described = described_by(chosen, facts) | {"name": chosen.name}
+    described["context"] = max(CONTEXT, CONTEXT_OF_ONE * described["multiprocessors"]) if context is None else context
     described["copy"] = ALL_COPIES if values == "all" else SMALL_COPIES
     os.environ[SETTINGS] = json.dumps({"values": values, "described": described})
     inherit()
@@ -131,7 +135,8 @@ def _kernels(major: int, minor: int) -> int:
     """The architecture, of those that torch was built for, whose machine code the card runs, such as 86; 0 for none."""
     import torch
 
-    numbers = [int(name.removeprefix("sm_")) for name in torch._C._cuda_getArchFlags().split() if name[3:].isdigit()]
+    # Not by torch._C._cuda_getArchFlags: after it, processes that are forked have no GPU, as on a real card.
+    numbers = map(int, re.findall(r"code=sm_(\d+)\b", torch._C._show_config()))
     return max((number for number in numbers if number // 10 == major and number % 10 <= minor), default=0)
 
 
@@ -139,6 +144,8 @@ def report() -> str:
     """What nvidia-smi and torch.cuda.memory_stats() would have shown at the peak of this process."""
     import torch
 
+    if not torch.cuda.is_available():
+        return "no GPU: CUDA_VISIBLE_DEVICES hides the virtual one too"
     stats = torch.cuda.memory_stats()
     parts = {name: stats.get(f"{name}_bytes.all.peak", 0) for name in ("requested", "allocated", "reserved")}
     _libraries[0].vgpu_highest.restype = ctypes.c_size_t
