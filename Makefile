@@ -18,6 +18,7 @@ lesson: .venv/installed
 
 record: $(if $(CARD),$(VIRTUAL)/installed)
 	$(call ON,all) scripts/course.py record $(if $(ONLY),--only $(ONLY))
+	$(if $(CARD),$(call ON,small) scripts/course.py record $(if $(ONLY),--only $(ONLY)))
 
 record-predictions: $(if $(CARD),$(VIRTUAL)/installed)
 	$(call ON,small) scripts/record_predictions.py

@@ -3,7 +3,8 @@
 course.py run [--only 01 …]     every lesson in a fresh kernel; reports/course.json and the executed notebooks
 course.py lesson 01             re-run one lesson in place and stamp its card
 course.py record [--only 01 …]  run them, times settled, and write facts/bounds/<machine>.json; needs no jupyter.
-                                On a CPU the notebooks' outputs and cards too, of the same run
+                                On a CPU the notebooks' outputs and cards too, of the same run. On a virtual GPU
+                                that computes no numbers: the bytes at real size, in facts/bounds/real-size
 
 Ctrl-C ends it: the results so far are written and shown, no kernel is left, exit 130.
 """
@@ -150,17 +151,23 @@ def kill_family(ancestor: int):
 def execute(path: Path, executed: Path, wrong: Path) -> int:
     """Run a notebook here, in a kernel where jupyter is there; write it with its outputs, or what went wrong."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    if importlib.util.find_spec("nbclient"):
+    without_numbers = _computes() == "small"
+    if importlib.util.find_spec("nbclient") and not without_numbers:
         error = _in_kernel(path, executed)
     else:
         try:
-            run_cells(path)
+            run_cells(path, past_failures=without_numbers)
             error = ""
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
     if error:
         wrong.write_text(error, encoding="utf-8")
     return bool(error)
+
+
+def _computes() -> str | None:
+    """Which values a virtual GPU computes, where one is."""
+    return json.loads(os.environ.get("VIRTUAL_GPU", "{}")).get("values")
 
 
 def _in_kernel(path: Path, executed: Path) -> str:
@@ -206,8 +213,11 @@ def _failed_line(traceback: str) -> str:
     return (re.findall(r"^-+> *\d+ (.*)", plain, re.M) or [""])[0].strip()
 
 
-def run_cells(path: Path):
-    """The code cells of a notebook in this process. Those that lack what the lesson left out are left out too."""
+def run_cells(path: Path, past_failures: bool = False):
+    """The code cells of a notebook in this process. Those that lack what the lesson left out are left out too.
+
+    past_failures: go on from a statement that fails, as a proof does where no numbers are computed, and say so.
+    """
     from tutorial_utils import machine
 
     namespace = {"__name__": "__main__"}
@@ -217,6 +227,13 @@ def run_cells(path: Path):
         source = "".join(cell["source"])
         tree = ast.parse(source)
         linecache.cache[f"<cell {number}>"] = (0, None, source.splitlines(True), f"<cell {number}>")
+        if past_failures:
+            for statement in tree.body:
+                try:
+                    exec(compile(ast.Module([statement], []), f"<cell {number}>", "exec"), namespace)
+                except Exception as error:
+                    print(f"cell {number}, line {statement.lineno}: {type(error).__name__}")
+            continue
         ends_in_value = bool(tree.body) and isinstance(tree.body[-1], ast.Expr)
         last = [tree.body.pop()] if ends_in_value else []
         try:
@@ -265,17 +282,26 @@ def run(paths: list[Path], keep: bool = True, record: bool = False) -> list[dict
     return results
 
 
+def recording(machine: dict, slug: str) -> Path:
+    """Where the figures of a machine are written: in a folder of their own where no numbers were computed."""
+    from tutorial_utils import bounds
+
+    return bounds.folder() / ("real-size" if machine["virtual"] == "small" else "") / f"{slug}.json"
+
+
 def write_recording(path: Path, result: dict, executed: Path):
     """A lesson's figures with the date and the versions of its run; on a CPU its outputs, of the same run."""
     from tutorial_utils import bounds
 
     about, slug = machine_facts()
-    into = bounds.folder() / f"{slug}.json"
+    into = recording(about["machine"], slug)
     content = bounds.load(into) if into.exists() else {"lessons": {}}
     if result["figures"]:
         of_the_run = {"date": about["date"], "versions": about["versions"]}
         times = result["times"] if about["machine"]["virtual"] else ()
         figures = {name: value for name, value in result["figures"].items() if name not in times}
+        if about["machine"]["virtual"] == "small":
+            figures = {name: value for name, value in figures.items() if name in bounds.of_bytes(result["name"])}
         row = {**of_the_run, "machine": about["machine"], "seconds": result["seconds"], "figures": figures}
         kept = {**content["lessons"], result["name"]: row}
         bounds.write(into, {"machine": about["machine"], "lessons": dict(sorted(kept.items()))})
@@ -361,7 +387,7 @@ def main(given: list[str] | None = None) -> int:
             print("\nreports/course.json; the executed notebooks are in reports/executed")
         if arguments.command == "record":
             recorded = [result["name"] for result in results if result["status"] == "passed" and result["figures"]]
-            where = os.path.relpath(bounds.folder() / f"{slug}.json")
+            where = os.path.relpath(recording(about["machine"], slug))
             print(f"\n{len(recorded)} of {len(chosen)} lessons recorded in {where}")
         if arguments.command == "lesson" or (arguments.command == "record" and slug == "cpu"):
             import stamp

@@ -2,12 +2,14 @@
 
 facts/bounds.toml holds, for every figure of every lesson, why it is bounded and the lowest and
 highest value for each backend class, or an empty list where no such machine was recorded yet. A
-special case ("cuda-bf16") has those of its class ("cuda") unless it has its own, and so has a small
-or virtual GPU, where lessons train the tiny model ("cuda-tiny"); but times of "cpu-other" are not
-judged by those of "cpu". A figure that has none for a class is not expected
-there, and one that `needs` packages only where they are installed. A figure in bytes is bounded more
-tightly, by `tolerance` around a recording of this very machine and these versions
-(facts/bounds/<machine>.json, written by `make record` alone), or without one around the prediction.
+special case ("cuda-bf16") has those of its class ("cuda") unless it has its own, and so has a GPU
+where lessons train the tiny model ("cuda-tiny", also where it is virtual) or BERT-base ("cuda-base");
+but times of "cpu-other" are not judged by those of "cpu". Figures of `bytes` are judged within 2 % of
+what was recorded, on GPUs and at real size on virtual ones (facts/bounds/real-size). A figure that
+has none for a class is not expected there, and one that `needs` packages only where they are
+installed. A figure in bytes is bounded more tightly, by `tolerance` around a recording of this very
+machine and these versions (facts/bounds/<machine>.json, written by `make record` alone), or without
+one around the prediction.
 """
 
 import importlib.util
@@ -26,6 +28,7 @@ FACTS = Path(__file__).parent / "facts"
 BUSY = "not judged: this machine is busy"
 UNRECORDED = "not judged: no machine of this class was recorded"
 VIRTUAL = "no times on a virtual GPU"
+SMALLER = {"tiny": "cuda-tiny", "bert-base-uncased": "cuda-base"}  # classes of GPUs that train less than BERT-large
 UNJUDGED = (BUSY, UNRECORDED, VIRTUAL)
 _AGAIN = "write it again with `make record`"
 
@@ -137,11 +140,16 @@ def _bounds(lesson: str) -> dict:
     return known[lesson]
 
 
+def of_bytes(lesson: str) -> set[str]:
+    """The figures of a lesson that are made of bytes alone: no loss, no time and no choice has a part in them."""
+    return {name for name, bound in _bounds(lesson).items() if name.endswith("_bytes") or bound.get("bytes")}
+
+
 def _expected(lesson: str, here) -> dict:
     """The bounds that this machine can meet, with its `range`: of its class, and of packages that are installed."""
     classes = [here.backend, here.backend.partition("-")[0]]
-    if here.device == "cuda" and machine.preset(here).model == "tiny":
-        classes.insert(0, "cuda-tiny")
+    if here.device == "cuda" and (smaller := SMALLER.get(machine.preset(here).model)):
+        classes.insert(0, smaller)
     expected = {}
     for name, bound in _bounds(lesson).items():
         limits = next((bound[kind] for kind in classes if kind in bound), None)

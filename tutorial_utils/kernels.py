@@ -7,7 +7,9 @@ import torch
 from . import machine
 
 aten = torch.ops.aten
-SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim}
+# What adds up, with the place of its dimensions among the arguments.
+SUMS = {aten.sum.default: 1, aten.sum.dim_IntList: 1, aten.mean.default: 1, aten.mean.dim: 1,
+        aten.linalg_vector_norm.default: 2}  # fmt: skip
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 # CUDA allocates their results in this order, which decides where a caching allocator puts them.
 LAST_FIRST = {aten.native_dropout.default}
@@ -42,7 +44,7 @@ class OnCuda:
         if func is aten._softmax_backward_data.default:
             sizes = (args[0].nbytes,)  # the gradient times the output. Source: ATen's cuda/SoftMax.cu
         elif func in SUMS and known:
-            sizes = sum_buffer(args[0].shape, args[0].stride(), _dims(args), self.gpu)
+            sizes = sum_buffer(args[0].shape, args[0].stride(), _dims(args, SUMS[func]), self.gpu)
         elif func is aten._scaled_dot_product_efficient_attention_backward.default:
             sizes = efficient_buffers(args[1], args[2], self.gpu if known else None)
         elif func is aten._scaled_dot_product_flash_attention_backward.default:
@@ -52,8 +54,8 @@ class OnCuda:
         return [torch.empty(size, dtype=torch.uint8) for size in sizes]
 
 
-def _dims(args):
-    dims = args[1] if len(args) > 1 and args[1] else range(args[0].dim())
+def _dims(args, place):
+    dims = args[place] if len(args) > place and args[place] else range(args[0].dim())
     return {dim % max(args[0].dim(), 1) for dim in dims}
 
 
