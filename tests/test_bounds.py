@@ -174,13 +174,35 @@ def test_every_bound_says_why_and_can_fail():
             if name.endswith("_bytes"):
                 assert 0 < bound["recorded_tolerance"] <= bound["predicted_tolerance"] <= 0.05
             else:
-                known = ("cpu", "cpu-fp16", "cpu-other", "cuda", "cuda-bf16", "cuda-tiny")
+                known = ("cpu", "cpu-fp16", "cpu-other", "cuda", "cuda-bf16", "cuda-base", "cuda-tiny")
                 classes = [backend for backend in known if backend in bound]
-                assert classes and set(bound) <= {"why", "needs", *classes}, f"{lesson}.{name}: {sorted(bound)}"
+                accepted = {"why", "needs", "bytes", *classes}
+                assert classes and set(bound) <= accepted, f"{lesson}.{name}: {sorted(bound)}"
                 for low, high in filter(None, map(bound.get, classes)):
                     widest = 3 if TIME.search(name) else 25
                     most = max(widest * low, 0.02)  # from 0: as good as none
                     assert 0 <= low <= high <= most, f"{lesson}.{name}: {low} to {high} says nothing"
+
+
+@pytest.mark.parametrize("lesson", [lesson.name for lesson in lessons()])
+def test_bounds_of_bytes_on_a_gpu_come_from_recordings(lesson):
+    """Of each class of GPUs, within 2 % of what was recorded there: on real ones, and at real size on virtual ones."""
+    seen = {}  # (figure, class) → the values
+    at_real_size = map(bounds.load, (bounds.FACTS / "bounds" / "real-size").glob("*.json"))
+    for content in [*bounds.recordings(), *at_real_size]:
+        if content["machine"]["device"] == "cuda" and lesson in content["lessons"]:
+            facts = {fact: content["machine"][fact] for fact in ("device", "virtual")}
+            here = dataclasses.replace(machine.facts(), **facts, memory=content["machine"]["memory_bytes"])
+            kind = bounds.SMALLER.get(machine.preset(here).model, "cuda")
+            for name, value in content["lessons"][lesson]["figures"].items():
+                seen.setdefault((name, kind), []).append(value)
+    of_bytes = {name: bound for name, bound in bounds._bounds(lesson).items() if bound.get("bytes")}
+    for name, bound in of_bytes.items():
+        for kind in ("cuda", "cuda-base", "cuda-tiny"):
+            low, high = bound.get(kind, bound["cuda"])
+            values = seen.get((name, kind)) or pytest.fail(f"{name}: record a GPU of class {kind}")
+            assert 0.98 * min(values) <= low <= min(values), f"{name}, {kind}: {low}, recorded {values}"
+            assert max(values) <= high <= 1.02 * max(values), f"{name}, {kind}: {high}, recorded {values}"
 
 
 def test_recordings_are_whole():

@@ -147,9 +147,8 @@ def of_bytes(lesson: str) -> set[str]:
 
 def _expected(lesson: str, here) -> dict:
     """The bounds that this machine can meet, with its `range`: of its class, and of packages that are installed."""
-    classes = [here.backend, here.backend.partition("-")[0]]
-    if here.device == "cuda" and (smaller := SMALLER.get(machine.preset(here).model)):
-        classes.insert(0, smaller)
+    smaller = here.device == "cuda" and SMALLER.get(machine.preset(here).model)
+    classes = [smaller, here.backend, here.backend.partition("-")[0]]
     expected = {}
     for name, bound in _bounds(lesson).items():
         limits = next((bound[kind] for kind in classes if kind in bound), None)

@@ -54,6 +54,29 @@ def test_the_allocator_counts():
     assert "virtual Tesla T4" in shown and "322.0 MiB" in shown, "22 reserved and 300 of the context"
 
 
+def test_a_process_that_is_forked_has_the_card():
+    """As on a real one: if the process that forks it has not asked for a GPU, as importing torch does not."""
+    code = """
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    def on_the_card():
+        return torch.ones(3, device="cuda").sum().item()
+
+    def forked():
+        with ProcessPoolExecutor(1, mp_context=get_context("fork")) as process:
+            return process.submit(on_the_card).result()
+
+    print(forked(), on_the_card())
+    try:
+        forked()
+    except RuntimeError as error:
+        print(error)
+    """
+    before, after = on("T4", code).splitlines()
+    assert before == "3.0 3.0" and "Cannot re-initialize CUDA in forked subprocess" in after
+
+
 def test_out_of_memory_is_torchs_own():
     code = """
     held = [torch.empty(2**30, dtype=torch.uint8, device="cuda") for _ in range(14)]
