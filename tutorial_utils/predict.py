@@ -195,7 +195,7 @@ def _text(network, batch, length, padded):
     accepted = inspect.signature(getattr(network, "get_base_model", lambda: network)().forward).parameters
     names = [name for name in ("input_ids", "token_type_ids", "attention_mask") if name in accepted]
     text = {name: torch.ones(batch, length, dtype=torch.long) for name in names}
-    if not padded:
+    if not padded and getattr(network, "_supports_sdpa", True):
         text["attention_mask"] = None  # a real run drops a mask of ones; a fake one cannot look into it
     return text | {"labels": torch.zeros(batch, dtype=torch.long)}
 
