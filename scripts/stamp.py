@@ -51,8 +51,10 @@ def title(course: dict, name: str, address: str) -> str:
 
 
 def recorded(name: str) -> list[tuple[dict, dict]]:
-    """(machine, run) of each machine's recording of a lesson."""
-    runs = [(r["machine"], r["lessons"][name]) for r in bounds.recordings() if name in r["lessons"]]
+    """(machine, run) of each machine's recording of a lesson; of virtual GPUs those at real size."""
+    real = [recording for recording in bounds.recordings() if not recording["machine"].get("virtual")]
+    shown = [*real, *bounds.recordings("real-size")]
+    runs = [(r["machine"], r["lessons"][name]) for r in shown if name in r["lessons"]]
     return [(run.get("machine", there), run) for there, run in runs]
 
 

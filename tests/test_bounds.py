@@ -188,8 +188,7 @@ def test_every_bound_says_why_and_can_fail():
 def test_bounds_of_bytes_on_a_gpu_come_from_recordings(lesson):
     """Of each class of GPUs, within 2 % of what was recorded there: on real ones, and at real size on virtual ones."""
     seen = {}  # (figure, class) → the values
-    at_real_size = map(bounds.load, (bounds.FACTS / "bounds" / "real-size").glob("*.json"))
-    for content in [*bounds.recordings(), *at_real_size]:
+    for content in bounds.recordings() + bounds.recordings("real-size"):
         if content["machine"]["device"] == "cuda" and lesson in content["lessons"]:
             facts = {fact: content["machine"][fact] for fact in ("device", "virtual")}
             here = dataclasses.replace(machine.facts(), **facts, memory=content["machine"]["memory_bytes"])
@@ -203,6 +202,21 @@ def test_bounds_of_bytes_on_a_gpu_come_from_recordings(lesson):
             values = seen.get((name, kind)) or pytest.fail(f"{name}: record a GPU of class {kind}")
             assert 0.98 * min(values) <= low <= min(values), f"{name}, {kind}: {low}, recorded {values}"
             assert max(values) <= high <= 1.02 * max(values), f"{name}, {kind}: {high}, recorded {values}"
+
+
+def test_a_virtual_gpu_counts_at_real_size_what_a_real_one_held():
+    """Another card, other versions, the same model: the figures of bytes differ by 1 % at most."""
+    compared = 0
+    real = [content for content in bounds.recordings() if content["machine"]["name"] == "NVIDIA H100 80GB HBM3"]
+    virtual = [
+        content for content in bounds.recordings("real-size") if content["machine"]["name"] == "virtual Tesla T4"
+    ]
+    for lesson, counted in virtual[0]["lessons"].items():
+        held = real[0]["lessons"].get(lesson, {"figures": {}})["figures"]
+        for name in counted["figures"].keys() & held.keys():
+            assert counted["figures"][name] == pytest.approx(held[name], rel=0.01), f"{lesson}: {name}"
+            compared += 1
+    assert compared >= 40
 
 
 def test_recordings_are_whole():
