@@ -282,7 +282,7 @@ def run(paths: list[Path], keep: bool = True, record: bool = False) -> list[dict
     return results
 
 
-def recording(machine: dict, slug: str) -> Path:
+def recording_file(machine: dict, slug: str) -> Path:
     """Where the figures of a machine are written: in a folder of their own where no numbers were computed."""
     from tutorial_utils import bounds
 
@@ -294,7 +294,7 @@ def write_recording(path: Path, result: dict, executed: Path):
     from tutorial_utils import bounds
 
     about, slug = machine_facts()
-    into = recording(about["machine"], slug)
+    into = recording_file(about["machine"], slug)
     content = bounds.load(into) if into.exists() else {"lessons": {}}
     if result["figures"]:
         of_the_run = {"date": about["date"], "versions": about["versions"]}
@@ -385,7 +385,7 @@ def main(given: list[str] | None = None) -> int:
             print("\nreports/course.json; the executed notebooks are in reports/executed")
         if arguments.command == "record":
             recorded = [result["name"] for result in results if result["status"] == "passed" and result["figures"]]
-            where = os.path.relpath(recording(about["machine"], slug))
+            where = os.path.relpath(recording_file(about["machine"], slug))
             print(f"\n{len(recorded)} of {len(chosen)} lessons recorded in {where}")
         if arguments.command == "lesson" or (arguments.command == "record" and slug == "cpu"):
             import stamp
