@@ -144,7 +144,7 @@ def report() -> str:
     """What nvidia-smi and torch.cuda.memory_stats() would have shown at the peak of this process."""
     import torch
 
-    if not torch.cuda.is_available():
+    if not torch.cuda.device_count():
         return "no GPU: CUDA_VISIBLE_DEVICES hides the virtual one too"
     stats = torch.cuda.memory_stats()
     parts = {name: stats.get(f"{name}_bytes.all.peak", 0) for name in ("requested", "allocated", "reserved")}
