@@ -1,8 +1,8 @@
 """Measure a grid of training steps on this GPU beside their predictions: make record-predictions
 
-Alone on the GPU, ten minutes; on a virtual one with CARD=T4. Each step in a process of its own: what the allocator
-reserves depends on what a process did before. Writes facts/predictions/<gpu>.json: for each step the bytes of BYTES,
-predicted and measured, with versions and date. scripts/stamp.py puts the summary into README.md.
+Alone on the GPU, twenty minutes at most; on a virtual one with CARD=T4. Each step in a process of its own: what the
+allocator reserves depends on what a process did before. Writes facts/predictions/<gpu>.json: for each step the bytes of
+BYTES, predicted and measured, with versions and date. scripts/stamp.py puts the summary into README.md.
 """
 
 import argparse
