@@ -40,8 +40,10 @@ def test_the_first_cell_takes_five_seconds_where_nothing_is_missing(quiet, tmp_p
 def test_classes_slugs_and_presets():
     machines = (CPU, T4, P100, A100, LAPTOP, SMALL)
     assert [m.backend for m in machines] == ["cpu", "cuda", "cpu", "cuda-bf16", "cuda-bf16", "cuda"]
-    others = dataclasses.replace(CPU, cores=16), dataclasses.replace(CPU, bf16_units=False)
-    assert [m.backend for m in others] == ["cpu-other", "cpu-other"]
+    others = {"cpu-avx512": {"bf16_units": "avx512"}, "cpu-other": {"bf16_units": ""}}
+    for backend, facts in others.items():
+        assert dataclasses.replace(CPU, **facts).backend == backend
+        assert dataclasses.replace(CPU, **facts, cores=16).backend == "cpu-other"
     assert [m.slug for m in machines[:3]] == ["cpu", "tesla-t4", "cpu"]
     presets = [machine.preset(m) for m in machines]
     assert [p.model for p in presets] == [

@@ -51,20 +51,21 @@ class Machine:
     bf16: bool
     kernels: bool  # whether this build of torch has kernels for this GPU
     versions: dict[str, str]
-    bf16_units: bool = True  # whether it computes bf16 in hardware, which a CPU may only emulate
+    bf16_units: str = "amx"  # of a CPU: what it multiplies bf16 with, "avx512" if without AMX, "" if it emulates it
     virtual: str | None = None  # of a virtual GPU, which values it computes: its memory is real, its times are not
 
     @property
     def backend(self) -> str:
         """The class that a bound belongs to: "cpu", "cuda", or their special cases.
 
-        "cpu-fp16" has no bf16 at all, "cuda-bf16" has it. "cpu-other" has more cores than those whose times were
-        recorded, or emulates bf16: the times of "cpu" say nothing about it.
+        "cpu-fp16" has no bf16 at all, "cuda-bf16" has it. "cpu-avx512" has no AMX for it. "cpu-other" has more
+        cores than those whose times were recorded, or emulates bf16: the times of "cpu" say nothing about it.
         """
         if self.device == "cpu" and not self.bf16:
             return "cpu-fp16"
         if self.device == "cpu":
-            return "cpu" if self.cores <= FEW_CORES and self.bf16_units else "cpu-other"
+            units = self.bf16_units if self.cores <= FEW_CORES else ""
+            return {"amx": "cpu", "avx512": "cpu-avx512"}.get(units, "cpu-other")
         return "cuda-bf16" if self.bf16 else "cuda"
 
     @property
@@ -91,7 +92,7 @@ def facts() -> Machine:
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     versions["transformers"] = importlib.metadata.version("transformers")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    units = _cpu_has_bf16()
+    units = _bf16_units()
     if not torch.cuda.is_available():
         return Machine("CPU", "cpu", _main_memory(), cores, None, True, True, versions, units)
     properties = torch.cuda.get_device_properties(0)
@@ -460,12 +461,11 @@ def _has_kernels(capability: tuple[int, int], architectures: list[str]) -> bool:
     return False
 
 
-def _cpu_has_bf16() -> bool:
-    """Whether the processor multiplies bf16 in hardware, as far as Linux tells."""
-    with suppress(OSError):
+def _bf16_units() -> str:
+    with suppress(OSError):  # as far as Linux tells
         flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split()
-        return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags))
-    return False
+        return next((unit for unit in ("amx", "avx512") if f"{unit}_bf16" in flags), "")
+    return ""
 
 
 def _main_memory() -> int:
