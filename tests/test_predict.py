@@ -178,6 +178,44 @@ def test_any_module_from_a_function():
     assert activations == 32 * 256 * 4 and list(report.modules)[0] in ("0", "1", "2", "(backward)")
 
 
+def test_where_a_step_clears_its_gradients_changes_little_in_what_is_reserved():
+    def layers():
+        return torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
+
+    def first(model, optimizer, inputs):
+        optimizer.zero_grad()
+        model(inputs["x"]).square().mean().backward()
+        optimizer.step()
+
+    def last(model, optimizer, inputs):
+        model(inputs["x"]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    at_first, at_last = (
+        predict.step_memory(layers, step=step, inputs={"x": torch.zeros(8, 1024)}, optimizer="sgd", card="T4")
+        for step in (first, last)
+    )
+    assert (at_first.allocated, at_first.reserved) == (at_last.allocated, at_last.reserved)
+
+
+def test_cublas_gets_a_copy_of_what_has_no_dense_dimension():
+    """The gradient of a sum is one number, as wide as the result."""
+
+    def step(model, optimizer, inputs):
+        result = model(inputs["x"])
+        (result if inputs["dense"] else result.sum()).backward(torch.empty_like(result) if inputs["dense"] else None)
+        model.zero_grad()
+
+    def temporary(dense):
+        inputs = {"x": torch.zeros(512, 64), "dense": dense}
+        made = predict.step_memory(lambda: torch.nn.Linear(64, 4096), step=step, inputs=inputs, optimizer="sgd")
+        return made.peak
+
+    result = 512 * 4096 * 4
+    assert temporary(True) - temporary(False) < result / 100  # a gradient of its own, or a copy: one of them
+
+
 def activations(**choices):
     """The most that is ever saved for backward, in bytes."""
     report = predict.step_memory("bert-large-uncased", 8, 128, **choices)

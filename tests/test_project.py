@@ -36,7 +36,7 @@ def test_pins_are_inside_the_supported_ranges():
 
 def test_the_package_is_thin():
     lines = sum(code_lines(path.read_text()) for path in PACKAGE)
-    assert lines <= 2076, f"tutorial_utils has {lines} lines of code"
+    assert lines <= 2083, f"tutorial_utils has {lines} lines of code"
 
 
 def test_code_lines_are_counted():

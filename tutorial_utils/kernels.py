@@ -49,6 +49,8 @@ class OnCuda:
             sizes = efficient_buffers(args[1], args[2], self.gpu if known else None)
         elif func is aten._scaled_dot_product_flash_attention_backward.default:
             sizes = flash_buffers(args[1], args[2])
+        elif func in PRODUCTS:
+            sizes = [matrix.numel() * matrix.itemsize for matrix in args[-2:] if copied(matrix)]
         else:
             sizes = ()
         return [torch.empty(size, dtype=torch.uint8) for size in sizes]
@@ -57,6 +59,16 @@ class OnCuda:
 def _dims(args, place):
     dims = args[place] if len(args) > place and args[place] else range(args[0].dim())
     return {dim % max(args[0].dim(), 1) for dim in dims}
+
+
+def copied(matrix) -> bool:
+    """Whether cuBLAS gets a copy: of a matrix with no dense dimension, such as the gradient of a sum or of a mean.
+
+    Source: prepare_matrix_for_cublas in ATen's cuda/Blas.cpp.
+    """
+    (rows, columns), (down, across) = matrix.shape[-2:], matrix.stride()[-2:]
+    dense = down == 1 and across >= max(1, rows) or across == 1 and down >= max(1, columns)
+    return not (dense or matrix.is_contiguous() or matrix.mT.is_contiguous())
 
 
 def efficient_buffers(query, key, gpu: machine.Gpu | None) -> tuple[int, ...]:

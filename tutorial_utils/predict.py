@@ -543,9 +543,10 @@ def _bias(mask, query, key):
 def _add_card(prediction, tracker, gpu):
     """What the caching allocator reserves for two steps, the first of which makes the optimizer's state."""
     workspace = WORKSPACE_90 if gpu and gpu.capability and gpu.capability >= (9, 0) else WORKSPACE
+    cleared = {block for operation, size, block in tracker.events if operation == 0 and size < 0}  # old gradients
     held = {}  # at the start of a step, by role
-    for operation, size, block in tracker.events:
-        if operation == 0 and size > 0:
+    for operation, _, block in tracker.events:
+        if operation == 0 and block not in cleared:
             held.setdefault(block.role, []).append((block, True))
     state = held.pop("optimizer state", [])
     first = list(itertools.chain(*held.values()))
