@@ -21,7 +21,7 @@ from tutorial_utils.figures import size  # noqa: E402
 
 SETUP = Path(__file__).with_name("setup_cell.py")
 COMPARED = ROOT / "tutorial_utils" / "facts" / "predictions" / "compared.json"
-DECISIONS = COMPARED.with_name("decisions.json")
+DECISIONS, PUBLISHED = COMPARED.with_name("decisions.json"), COMPARED.with_name("published.json")
 PREDICTORS = {
     "step_memory": "`predict.step_memory`",
     "MemTracker": "PyTorch's `MemTracker`",
@@ -199,6 +199,34 @@ def published_table(recordings: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def sdpa_table(published: dict) -> str:
+    """Of each step the published figure, the counted one with its difference, and the predicted one, in MB."""
+    lines = ["| BERT-base in fp16 | attention | published | counted | | predicted |", "|---" * 6 + "|"]
+    for row in rows_of(published, "SDPA in BERT"):
+        cells = [f"{row['batch']} × {row['length']}", row["attention"], f"{row['published']:,.0f}",
+                 f"{row['measured']:,.0f}", f"{row['measured'] / row['published'] - 1:+.1%}",
+                 f"{row['predicted']:,.0f}"]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def mrpc_table(published: dict) -> str:
+    """What more texts took, beyond the first row of each precision: the context is in both, and drops out. In MiB."""
+    lines = ["| BERT-base, length 128 | precision | published | counted | predicted |", "|---" * 5 + "|"]
+    rows = rows_of(published, "MRPC")
+    for row in rows:
+        first = next(other for other in rows if other["precision"] == row["precision"])
+        if row is not first:
+            more = [f"{row[kind] - first[kind]:,.0f}" for kind in ("published", "measured", "predicted")]
+            batches = f"batch {row['batch']} instead of {first['batch']}"
+            lines.append("| " + " | ".join([batches, row["precision"], *more]) + " |")
+    return "\n".join(lines)
+
+
+def rows_of(published: dict, table: str) -> list[dict]:
+    return [row for row in published["rows"] if row["table"] == table]
+
+
 def choices(row: dict) -> dict:
     return {name: value for name, value in row.items() if name not in ("predicted", "measured", "left_out")}
 
@@ -245,12 +273,15 @@ def stamped(address: str) -> dict[Path, str]:
     for path, name, table in ((COMPARED, "predictors", predictors_table), (DECISIONS, "decisions", decisions_table)):
         if path.exists():  # else what was found elsewhere stays
             texts[readme] = between(texts[readme], name, table(json.loads(path.read_text(encoding="utf-8"))))
-    own = {COMPARED.name, DECISIONS.name}
+    own = {COMPARED.name, DECISIONS.name, PUBLISHED.name}
     recordings = [
         json.loads(p.read_text(encoding="utf-8")) for p in sorted(COMPARED.parent.glob("*.json")) if p.name not in own
     ]
     texts[readme] = between(texts[readme], "predictions", predictions_table(recordings))
-    texts[readme] = between(texts[readme], "published", published_table(recordings))
+    beside = ROOT / "virtual_gpu" / "README.md"
+    texts[beside] = between(beside.read_text(encoding="utf-8"), "guide", published_table(recordings))
+    for name, table in (("sdpa", sdpa_table), ("mrpc", mrpc_table)):
+        texts[beside] = between(texts[beside], name, table(json.loads(PUBLISHED.read_text(encoding="utf-8"))))
     return texts
 
 

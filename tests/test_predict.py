@@ -183,7 +183,7 @@ def test_where_a_step_clears_its_gradients_changes_little_in_what_is_reserved():
         return torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
 
     def first(model, optimizer, inputs):
-        optimizer.zero_grad()
+        model.zero_grad()
         model(inputs["x"]).square().mean().backward()
         optimizer.step()
 

@@ -115,3 +115,15 @@ def test_what_was_published_stands_beside_it():
     content = {"machine": {"name": "A card"}, "cells": [step | {"predicted": found, "measured": found}]}
     table = stamp.published_table([content, {"machine": {"name": "Another"}, "cells": []}])
     assert "| batch 4 | 13,606 | 10,240 | 10,240 |" in table and "Another" not in table
+
+
+def test_of_sdpa_in_bert_what_is_counted_is_what_was_published():
+    """On another torch, and a real A100. scripts/published.py writes both again."""
+    published = json.loads(stamp.PUBLISHED.read_text(encoding="utf-8"))
+    rows = stamp.rows_of(published, "SDPA in BERT")
+    assert len(rows) == 12
+    for row in rows:
+        assert abs(row["measured"] / row["published"] - 1) < 0.015, row
+        assert abs(row["predicted"] / row["measured"] - 1) < 0.005, row
+    for row in stamp.rows_of(published, "MRPC"):
+        assert abs(row["predicted"] / row["measured"] - 1) < 0.01, row

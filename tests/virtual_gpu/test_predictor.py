@@ -106,7 +106,7 @@ print((record_predictions.in_bytes(predicted), record_predictions.measured(cell)
 
 
 def test_what_was_published_of_sdpa_in_bert():
-    """On a real A100 with torch 2.2: counted within 1.5 %, and predicted within 0.1 % of that.
+    """On a real A100 with torch 2.2: counted within 1.5 %, and predicted within 0.5 % of that.
 
     Its step clears the gradients first, and adds up the logits: of the sum's gradient cuBLAS gets a copy.
     """
@@ -123,7 +123,7 @@ print({(*size, kind): mb for size, both in published.SDPA_IN_BERT.items() for ki
     *rows, published = on("A100-SXM4-80GB", code).splitlines()
     for row in rows:
         cell, (predicted, counted) = eval(row[: row.index(")") + 1]), map(int, row[row.index(")") + 1 :].split())
-        assert abs(predicted / counted - 1) < 0.001, (cell, predicted, counted)
+        assert abs(predicted / counted - 1) < 0.005, (cell, predicted, counted)
         assert abs(counted / 1e6 / eval(published)[cell] - 1) < 0.015, (cell, counted, published)
 
 
