@@ -4,7 +4,7 @@ import torch
 
 from .arithmetic import drawn_as_on_cuda, here, own_kernel, write
 
-EFFICIENT, FLASH = (f"_scaled_dot_product_{name}_attention" for name in ("efficient", "flash"))
+EFFICIENT, FLASH, CUDNN = (f"_scaled_dot_product_{name}_attention" for name in ("efficient", "flash", "cudnn"))
 
 
 def kernels() -> dict:
@@ -12,6 +12,7 @@ def kernels() -> dict:
     return {
         EFFICIENT: _efficient(), f"{EFFICIENT}_backward": _efficient_backward(),
         FLASH: _flash(), f"{FLASH}_backward": _flash_backward(),
+        CUDNN: _cudnn(), f"{CUDNN}_backward": _cudnn_backward(),
     }  # fmt: skip
 
 
@@ -142,6 +143,39 @@ def _flash_backward():
         k, v, groups = _grouped(q, k, v)
         dropped = _drawn(seed, q, k, p)
         of_q, of_k, of_v, _ = backward(g, q, k, v, None, causal, scale or q.shape[-1] ** -0.5, dropped)
+        write(result, (of_q, _summed(of_k, groups), _summed(of_v, groups)))
+        return result
+
+    return kernel
+
+
+def _cudnn():
+    own = own_kernel(CUDNN)
+
+    def kernel(keys, query, key, value, bias, with_sums, p=0.0, causal=False, with_mask=False, *, scale=None):
+        result = own(keys, query, key, value, bias, with_sums, p, causal, with_mask, scale=scale)
+        q, k, v, b = _full(query, key, value, bias)
+        k, v, _ = _grouped(q, k, v)
+        dropped = _new(result[6], q, k, p)
+        output, sums = forward(q, k, v, b, causal, scale or q.shape[-1] ** -0.5, dropped)
+        write(result[0], output)
+        if result[1].numel():
+            write(result[1], sums.reshape(result[1].shape))
+        return result
+
+    return kernel
+
+
+def _cudnn_backward():
+    own = own_kernel(f"{CUDNN}_backward")
+
+    def kernel(keys, gradient, query, key, value, output, sums, seed, offset, bias, *more, scale=None):
+        *_, p, causal = more
+        result = own(keys, gradient, query, key, value, output, sums, seed, offset, bias, *more, scale=scale)
+        g, q, k, v, b = _full(gradient, query, key, value, bias)
+        k, v, groups = _grouped(q, k, v)
+        dropped = _drawn(seed, q, k, p)
+        of_q, of_k, of_v, _ = backward(g, q, k, v, b, causal, scale or q.shape[-1] ** -0.5, dropped)
         write(result, (of_q, _summed(of_k, groups), _summed(of_v, groups)))
         return result
 

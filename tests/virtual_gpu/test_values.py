@@ -73,9 +73,9 @@ for family in ("bert", "modernbert", "llama"):
         assert loss < 2 * rounding and gradients < 1.25 * on_cpu, line
 
 
-@pytest.mark.parametrize("card", ["T4", "A100"])
-def test_attention_kernels_and_their_gradients(card):
-    """Memory-efficient and flash: masks, causal, shared keys, and in the backward the dropout's mask of the forward."""
+@pytest.mark.parametrize(("card", "of_halves"), [("T4", "Efficient"), ("A100", "Flash"), ("H100", "Cudnn")])
+def test_attention_kernels_and_their_gradients(card, of_halves):
+    """Memory-efficient, flash and cuDNN's: masks, causal, shared keys, and in the backward the dropout's mask of the forward."""
     code = """
 F = torch.nn.functional.scaled_dot_product_attention
 def apart(dtype, mask=False, causal=False, shared=False):
@@ -108,12 +108,21 @@ def at(value):
     return F(value, value, value, dropout_p=0.5).sum()
 slope = (at(x.detach() + eps) - at(x.detach() - eps)) / 2e-2
 print(("dropout", abs(slope.item() - x.grad[0, 0, 0, 0].item()), str(torch.equal(first, again))))
+half = [torch.randn(2, 4, 16, 32, device="cuda").half().requires_grad_() for _ in range(3)]
+output = F(*half, dropout_p=0.5)
+weights = torch.randn_like(output)
+(output * weights).sum().backward()  # the output is linear in the values, with the mask that was drawn
+direct, by_gradient = (output * weights).float(), (half[2] * half[2].grad).float()
+print(((direct.sum() - by_gradient.sum()).abs() / direct.norm()).item())
 """
-    *lines, dropout = map(eval, on(card, code, "all").splitlines())
+    *lines, dropout, of_dropout_in_halves = map(eval, on(card, code, "all").splitlines())
     for name, far, dtype in lines:
         assert far < (1e-5 if dtype == "torch.float32" else 4e-3), (name, far, dtype)
     assert dropout[1] < 1e-2 and dropout[2] == "True"
-    assert any("Efficient" in name for name, *_ in lines) and (card == "T4" or any("Flash" in n for n, *_ in lines))
+    assert of_dropout_in_halves < 1e-2
+    kernels = {dtype: {name for name, _, of in lines if of == dtype} for *_, dtype in lines}
+    assert any("Efficient" in name for name in kernels["torch.float32"])
+    assert any(of_halves in name for name in kernels["torch.float16"]), kernels
 
 
 def test_training_with_clipping_a_scaler_and_checkpoints():
