@@ -26,13 +26,13 @@ record-predictions: $(if $(CARD),$(VIRTUAL)/installed)
 lab: .venv/installed
 	PYTHONPATH="$(CURDIR)" $(BIN)/jupyter lab --notebook-dir=notebooks
 
-# Fast tests first, two at a time but for those that hold a time; then every notebook from a foreign folder.
+# Fast tests first, two at a time but for those that hold a time; then every lesson from a foreign folder.
 test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check tutorial_utils virtual_gpu scripts tests
 	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist worksteal -m "not alone"
 	$(PYTEST) -m alone
-	rm -rf reports/nbval && mkdir -p reports/nbval && cp notebooks/*.ipynb reports/nbval
+	rm -rf reports/nbval && mkdir -p reports/nbval && cp notebooks/[0-9]*.ipynb reports/nbval
 	PYTHONPATH="$(CURDIR)" $(PYTEST) $(NBVAL) reports/nbval
 
 # Besides: every lesson in a fork's folder without a network, twice in a row, and on machines that are imitated; each
@@ -54,10 +54,10 @@ virtual-gpu: $(VIRTUAL)/installed
 virtual-gpu-test: $(VIRTUAL)/installed
 	VIRTUAL_GPU_PYTHON=$(VIRTUAL)/bin/python $(PYTEST) tests/virtual_gpu
 
-# Every notebook on a virtual card: CARD=T4, or another of facts/gpus.toml.
+# Every lesson on a virtual card: CARD=T4, or another of facts/gpus.toml.
 runner: CARD ?= T4
 runner: $(VIRTUAL)/installed
-	rm -rf reports/runner && mkdir -p reports/runner && cp $(or $(foreach n,$(ONLY),notebooks/$(n)_*.ipynb),notebooks/*.ipynb) reports/runner
+	rm -rf reports/runner && mkdir -p reports/runner && cp $(or $(foreach n,$(ONLY),notebooks/$(n)_*.ipynb),notebooks/[0-9]*.ipynb) reports/runner
 	PYTHONPATH="$(CURDIR)" $(call ON,all) -m pytest -q --durations=10 $(subst timeout=300,timeout=900,$(NBVAL)) reports/runner
 
 $(VIRTUAL)/installed: requirements.txt .venv/installed
