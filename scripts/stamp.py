@@ -91,6 +91,8 @@ def readme_table(notebooks: dict[str, dict]) -> str:
         for position, (there, run) in enumerate(recorded(name) or [({}, {"figures": {}})]):
             figures = run["figures"]
             ratios = [f"× {figures[k]:.2f}" if k in figures else "–" for k in ("memory_ratio", "time_ratio")]
+            if position and set(ratios) == {"–"}:
+                continue  # a GPU that has bytes of this lesson alone: they are on its card
             where = f"{there['name']}, {run['date']}" if there else "not yet"
             first = [link, course["promise"]] if position == 0 else ["", ""]
             lines.append("| " + " | ".join([*first, *ratios, where]) + " |")
@@ -111,6 +113,8 @@ def techniques_table(notebooks: dict[str, dict]) -> str:
             if figures and not any("ratio" in figure for figure in figures):
                 break  # a lesson that only looks
             cells = [f"× {figures[figure]:.2f}" if figure in figures else "–" for figure in columns.values()]
+            if position and set(cells) == {"–"}:
+                continue
             first = [f"[{course['title']}](notebooks/{name}.ipynb)"] if position == 0 else [""]
             last = [course["changes"], course["no_help"]] if position == 0 else ["", ""]
             where = there["name"] if there else "not yet"
