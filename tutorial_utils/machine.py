@@ -255,8 +255,8 @@ class Gpu:
 
     @property
     def usable(self) -> int:
-        """Bytes that a process can have, at least: 14.56 of a T4's 15.00 GiB, 23.64 of an RTX 4090's 23.99."""
-        return self.memory * 97 // 100
+        """Bytes that a process can have, at least: 14.56 of a T4's 15.00 GiB, 3.63 of a GTX 1650's 4.00."""
+        return min(self.memory * 97 // 100, self.total or self.memory)
 
 
 @cache

@@ -7,6 +7,7 @@ Prints at its end what nvidia-smi and torch.cuda.memory_stats() would have shown
 
 import argparse
 import os
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -25,6 +26,11 @@ def main():
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     given = parser.parse_args()
     try:
+        wrong = [fact for fact in given.fact if not re.fullmatch(r"[a-z_]+=\d+", fact)]
+        if wrong:
+            raise ValueError(
+                f"--fact was {wrong[0]!r}; accepted: a name and a whole number, such as multiprocessors=40"
+            )
         facts = {name: int(number) for name, number in (fact.split("=") for fact in given.fact)}
         if not given.is_module and not Path(given.script).exists():
             raise FileNotFoundError(f"no file at {given.script!r}: give the path of a Python script")

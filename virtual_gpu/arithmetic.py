@@ -97,6 +97,9 @@ def registered() -> list[str]:
     return [n for n in names if n not in WITHOUT_VALUES and n not in SHAPED_BY_VALUES and not _is_view(operator(n))]
 
 
+IN_FULL = {"half_to_float": False, "input_dtype": torch.float32}  # what a softmax is told of its halves
+
+
 def operator(name: str):
     namespace, _, name = _qualified(name).partition("::")
     packet, _, overload = name.partition(".")
@@ -202,6 +205,8 @@ def _on_cpu(op, arguments, options):
             if any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments):
                 raise  # what is in place would be lost
             types = EXACT if "not implemented for 'Int'" in str(error) else HALVES
+            names = [argument.name for argument in op._schema.arguments]
+            arguments = [IN_FULL.get(name, given) for name, given in zip(names, arguments)]
             return op(*_in_full(arguments, types), **_in_full(options, types))
 
 
@@ -217,7 +222,7 @@ def _missing(name):
             return own(keys, *arguments, **options)
         raise NotImplementedError(
             f"{_qualified(name)} has no values on the virtual GPU: the CPU has no kernel of it, and none is written in "
-            f'virtual_gpu/attention.py. With values="small" it runs without values'
+            f'virtual_gpu/attention.py. With values="small" it is not computed'
         )
 
     return kernel

@@ -1,10 +1,12 @@
-"""The arithmetic of CUDA's attention kernels, which the CPU has none of: plain products and a softmax, in fp32."""
+"""The arithmetic of CUDA's attention, and of cuDNN's, which the CPU has no kernels of: plain ones, in fp32."""
 
 import torch
 
 from .arithmetic import drawn_as_on_cuda, here, own_kernel, write
 
 EFFICIENT, FLASH, CUDNN = (f"_scaled_dot_product_{name}_attention" for name in ("efficient", "flash", "cudnn"))
+
+CONVOLUTION = "cudnn_convolution"
 
 
 def kernels() -> dict:
@@ -13,6 +15,7 @@ def kernels() -> dict:
         EFFICIENT: _efficient(), f"{EFFICIENT}_backward": _efficient_backward(),
         FLASH: _flash(), f"{FLASH}_backward": _flash_backward(),
         CUDNN: _cudnn(), f"{CUDNN}_backward": _cudnn_backward(),
+        CONVOLUTION: _convolution(),
     }  # fmt: skip
 
 
@@ -177,6 +180,18 @@ def _cudnn_backward():
         dropped = _drawn(seed, q, k, p)
         of_q, of_k, of_v, _ = backward(g, q, k, v, b, causal, scale or q.shape[-1] ** -0.5, dropped)
         write(result, (of_q, _summed(of_k, groups), _summed(of_v, groups)))
+        return result
+
+    return kernel
+
+
+def _convolution():
+    own = own_kernel(CONVOLUTION)
+
+    def kernel(keys, x, weight, padding, stride, dilation, groups, *how):
+        result = own(keys, x, weight, padding, stride, dilation, groups, *how)
+        values = torch.convolution(*_full(x, weight), None, stride, padding, dilation, False, [0] * len(stride), groups)
+        write(result, values)
         return result
 
     return kernel

@@ -28,9 +28,9 @@ BY_PREFIX = {"nccl": "libnccl", "cuFile": "libcufile", "cusparseLt": "libcuspars
              "nvshmem": "libnvshmem_host", "nvrtc": "libnvrtc", "cupti": "libcupti"}  # fmt: skip
 WANTED = re.compile(r"(__)?cu[A-Za-z]|nccl[A-Z]|nvrtc[A-Z]|nvshmem")
 TEXTS = re.compile(r"Get(Last)?(Error|Status)(String|Name)?$")  # what they give is read as text
-STUBS = """int vgpu_unknown(const char *name);
+STUBS = """int {answer}(const char *name);
 #define TEXT(name) const char *name(void) {{ return "the virtual GPU does not have this"; }}
-#define UNKNOWN(name) long name(void) {{ return vgpu_unknown(#name); }}
+#define UNKNOWN(name) long name(void) {{ return {answer}(#name); }}
 {stubs}
 """
 RUNTIME = "libcudart.so."
@@ -127,7 +127,8 @@ def _compile(folder: Path, file: str, names: set[str], version: str, runtime: Pa
             subprocess.run([*gcc, *options, "-c", HERE / "libraries" / source, "-o", own], check=True)
             defined = set(re.findall(r" T (\S+)$", _read("nm", "--defined-only", own), re.M))
         lines = [f"{'TEXT' if TEXTS.search(name) else 'UNKNOWN'}({name})" for name in sorted(names - defined)]
-        stubs.write_text(STUBS.format(stubs="\n".join(lines)))
+        answer = "vgpu_unknown" if folder / file == runtime else "vgpu_refused"
+        stubs.write_text(STUBS.format(stubs="\n".join(lines), answer=answer))
         script.write_text(f"{version or file} {{ global: *; }};\n")
         objects = [own] if source else []
         beside = [] if folder / file == runtime else [runtime]

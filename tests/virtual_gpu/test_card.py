@@ -263,3 +263,29 @@ print(sorted(torch.randperm(100, device="cuda").tolist()) == list(range(100)))
 print(torch.rand(8192, 64, device="cuda").argmax(-1).max().item() < 64)
 """
     assert set(on("T4", code, "small").split()) == {"True"}
+
+
+def test_what_is_not_here_names_itself_and_nothing_after_it():
+    """A function of cuSOLVER, one of the driver that torch asks for by name, and a fact of the card."""
+    code = """
+try:
+    torch.linalg.qr(torch.eye(4, device="cuda"))
+except RuntimeError as error:
+    print("refused")
+print(torch.cdist(torch.ones(2, 3, device="cuda"), torch.ones(2, 3, device="cuda")).shape)
+try:
+    print(torch.cuda.get_device_properties(0).clock_rate)
+except RuntimeError as error:
+    print(error)
+"""
+    shown = on("T4", code)
+    assert "refused\ntorch.Size([2, 2])\n" in shown and "does not have this: attribute 13" in shown
+    ran = process(
+        """
+        import virtual_gpu; virtual_gpu.start("T4")
+        import torch
+        torch.ones(3, device="cuda")
+        """,
+        PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
+    )
+    assert ran.returncode and "cuMemAddressReserve was called, which the virtual GPU does not have" in ran.stderr

@@ -61,9 +61,10 @@ def test_losses_and_gradients_in_half_precision(card, dtype, rounding):
     code = (
         FAMILIES
         + f"""
-for family in ("bert", "modernbert", "llama"):
-    loss, gradients = run(pair(family, "sdpa", "cpu")[0], "cpu")
-    one, other = pair(family, "sdpa")
+for family, attention in (("bert", "sdpa"), ("bert", "eager"), ("deberta", "eager"), ("modernbert", "sdpa"),
+                          ("llama", "sdpa")):
+    loss, gradients = run(pair(family, attention, "cpu")[0], "cpu")
+    one, other = pair(family, attention)
     halves = run(one, "cpu", torch.{dtype}), run(other, "cuda", torch.{dtype})
     print([(abs(a - loss) / loss, ((b - gradients).norm() / gradients.norm()).item()) for a, b in halves])
 """
@@ -75,7 +76,7 @@ for family in ("bert", "modernbert", "llama"):
 
 @pytest.mark.parametrize(("card", "of_halves"), [("T4", "Efficient"), ("A100", "Flash"), ("H100", "Cudnn")])
 def test_attention_kernels_and_their_gradients(card, of_halves):
-    """Memory-efficient, flash and cuDNN's: masks, causal, shared keys, and in the backward the dropout's mask of the forward."""
+    """Memory-efficient, flash, cuDNN's: masks, causal, shared keys, and in the backward the forward's dropout mask."""
     code = """
 F = torch.nn.functional.scaled_dot_product_attention
 def apart(dtype, mask=False, causal=False, shared=False):
@@ -123,6 +124,32 @@ print(((direct.sum() - by_gradient.sum()).abs() / direct.norm()).item())
     kernels = {dtype: {name for name, _, of in lines if of == dtype} for *_, dtype in lines}
     assert any("Efficient" in name for name in kernels["torch.float32"])
     assert any(of_halves in name for name in kernels["torch.float16"]), kernels
+
+
+def test_a_head_of_convolutions_and_a_softmax_of_halves():
+    """What competitors put on a backbone: under autocast CUDA's softmax widens halves in one kernel."""
+    code = """
+import copy
+torch.manual_seed(0)
+class Head(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mixed, self.weight = torch.nn.Conv1d(16, 16, 3, padding=1, groups=2), torch.nn.Linear(16, 1)
+    def forward(self, x):
+        x = torch.nn.functional.gelu(self.mixed(x.mT).mT)
+        return (self.weight(x).softmax(1) * x).sum(1).log_softmax(-1)
+for dtype in (None, torch.float16):
+    one = Head()
+    other, x = copy.deepcopy(one).cuda(), torch.randn(4, 12, 16)
+    a = one(x)
+    with torch.autocast("cuda", dtype, enabled=dtype is not None):
+        b = other(x.cuda())
+    a.square().mean().backward(); b.float().square().mean().backward()
+    pairs = [(a, b), *((p.grad, q.grad) for p, q in zip(one.parameters(), other.parameters()) if p.ndim > 1)]
+    print(max(((p - q.float().cpu()).norm() / p.norm()).item() for p, q in pairs))
+"""
+    full, half = map(float, on("T4", code, "all").split())
+    assert full < 1e-5 and half < 2e-2, (full, half)
 
 
 def test_training_with_clipping_a_scaler_and_checkpoints():

@@ -59,13 +59,18 @@ static long attribute(int number) {
     case 106: return fact("VGPU_BLOCKS");           /* of a multiprocessor */
     case 111: return attribute(75) >= 8 ? 1024 : 0; /* shared memory that CUDA keeps of a block */
     case 120: return attribute(75) >= 9;            /* clusters */
-    default: return 0;
+    default: return -1;                             /* not known here */
   }
 }
 
-int cudaDeviceGetAttribute(int *value, int number, int device) {
-  return *value = (int)attribute(number), SUCCESS;
+int vgpu_unknown(const char *name);
+int vgpu_attribute(int *value, int number) {
+  long known = attribute(number);
+  static char name[32];
+  if (known < 0) return snprintf(name, sizeof name, "attribute %d", number), vgpu_unknown(name);
+  return *value = (int)known, SUCCESS;
 }
+int cudaDeviceGetAttribute(int *value, int number, int device) { return vgpu_attribute(value, number); }
 
 struct properties { /* cudaDeviceProp */
   char name[256], uuid[16], luid[8];
@@ -174,12 +179,14 @@ const char *cudaGetErrorString(int code) {
   return text;
 }
 
-/* Every function that is not written here or beside comes to this, with its name. */
-int vgpu_unknown(const char *name) {
+/* Every function that is not written comes to this, with its name; of the runtime, to the one below: how a launch
+   ended is asked for later. */
+int vgpu_refused(const char *name) {
   if (strcmp(unknown, name)) fprintf(stderr, "virtual_gpu: %s was called, which the virtual GPU does not have\n", name);
   unknown = name;
-  return failed(NOT_SUPPORTED);
+  return NOT_SUPPORTED;
 }
+int vgpu_unknown(const char *name) { return failed(vgpu_refused(name)); }
 
 /* ---- memory ---- */
 
@@ -379,12 +386,27 @@ int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const vo
 
 /* ---- the driver's functions, which torch asks for by name ---- */
 
-static int not_supported(void) { return NOT_SUPPORTED; }
+/* An answer of its own for each that is not here, so that it can name itself when it is called. */
+#define SLOT(n) static int slot_##n(void) { return vgpu_refused(asked[n]); }
+#define SLOTS(n) SLOT(n##0) SLOT(n##1) SLOT(n##2) SLOT(n##3) SLOT(n##4) SLOT(n##5) SLOT(n##6) SLOT(n##7)
+#define NAME(n) slot_##n,
+#define NAMES(n) NAME(n##0) NAME(n##1) NAME(n##2) NAME(n##3) NAME(n##4) NAME(n##5) NAME(n##6) NAME(n##7)
+static char asked[88][64];
+SLOTS(1) SLOTS(2) SLOTS(3) SLOTS(4) SLOTS(5) SLOTS(6) SLOTS(7) SLOTS(8)
+static int (*const slots[])(void) = {NAMES(1) NAMES(2) NAMES(3) NAMES(4) NAMES(5) NAMES(6) NAMES(7) NAMES(8)};
+static int (*slot_of(const char *name))(void) {
+  for (int i = 0; i < 64; i++) {
+    char *own = asked[10 * (i / 8 + 1) + i % 8];
+    if (!*own) strncpy(own, name, sizeof asked[0] - 1);
+    if (!strcmp(own, name)) return slots[i];
+  }
+  return NULL;
+}
 int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version, unsigned long long flags,
                                      int *found) {
   void *driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
   *function = driver ? dlsym(driver, name) : NULL;
-  if (!*function) *function = (void *)not_supported;
+  if (!*function) *function = (void *)slot_of(name);
   if (found) *found = 0;
   return SUCCESS;
 }
@@ -393,6 +415,5 @@ int cudaGetDriverEntryPoint(const char *name, void **function, unsigned long lon
 }
 
 /* For libcuda.so.1, and for Python. */
-long vgpu_attribute(int number) { return attribute(number); }
 int vgpu_kind(const void *pointer) { return kind(pointer); }
 size_t vgpu_highest(void) { return highest + context(); } /* what nvidia-smi would have shown, at most */
