@@ -91,6 +91,7 @@ def _efficient():
     def kernel(keys, query, key, value, bias, with_sums, p=0.0, causal=False, *, scale=None):
         result = own(keys, query, key, value, bias, with_sums, p, causal, scale=scale)
         q, k, v, b = _full(query, key, value, bias)
+        k, v, _ = _grouped(q, k, v)
         dropped = _new(result[2], q, k, p)
         output, sums = forward(q, k, v, b, causal, scale or q.shape[-1] ** -0.5, dropped)
         write(result[0], output)
@@ -110,9 +111,10 @@ def _efficient_backward():
         result = own(keys, gradient, query, key, value, bias, output, sums, seed, offset, p, wanted, causal,
                                 scale=scale)  # fmt: skip
         g, q, k, v, b = _full(gradient, query, key, value, bias)
+        k, v, groups = _grouped(q, k, v)
         dropped = _drawn(seed, q, k, p)
-        values = backward(g, q, k, v, b, causal, scale or q.shape[-1] ** -0.5, dropped)
-        for made, value in zip(result, values):
+        of_q, of_k, of_v, of_b = backward(g, q, k, v, b, causal, scale or q.shape[-1] ** -0.5, dropped)
+        for made, value in zip(result, (of_q, _summed(of_k, groups), _summed(of_v, groups), of_b)):
             if made is not None:
                 write(made, value)
         return result
