@@ -96,6 +96,7 @@ def step_memory(
     function without arguments that returns any module.
     batch, length: of one micro-batch; padded: whether the batch holds padding, by which transformers and CUDA
     choose the attention kernel. inputs: the forward's arguments by name, as tensors, in their place.
+    Of a mask that it is given nobody looks at the values: without padding, leave it out.
     accumulate: micro-batches a step; two are executed, the second of which is the most expensive, since it meets
     the gradients of the first, as all others do.
     optimizer: one of OPTIMIZERS over what requires gradients, or a function of the model that returns one; torch's
