@@ -31,8 +31,7 @@ MRPC = {8: (4247, 4163), 16: (4971, 4793), 32: (6827, 6207), 64: (10_037, 8061)}
 def bert(attention: str) -> torch.nn.Module:
     from transformers import BertConfig, BertLMHeadModel
 
-    settings = BertConfig(is_decoder=False)
-    return BertLMHeadModel._from_config(settings, attn_implementation=attention, dtype=torch.float16)
+    return BertLMHeadModel._from_config(BertConfig(), attn_implementation=attention, dtype=torch.float16)
 
 
 def step(model, optimizer, inputs):

@@ -70,12 +70,13 @@ def card(course: dict, name: str) -> str:
         "| machine | minutes | download | peak memory of the lesson's step |",
         "|---|---|---|---|",
     ]
-    rows = [  # a virtual GPU's minutes are those of the CPU that computes for it
-        f"| {there['name']}, {there['cores']} cores, torch {run['versions']['torch']} ({run['date']}) "
-        f"| {'–' if there.get('virtual') else format(run['seconds'] / 60, '.1f')} | 0 MB "
-        f"| {size(run['figures']['baseline_peak_bytes'])} |"
-        for there, run in recorded(name)
-    ]
+    rows = []
+    for there, run in recorded(name):
+        cores, minutes = f"{there['cores']} cores, ", f"{run['seconds'] / 60:.1f}"
+        if there.get("virtual"):
+            cores, minutes = "", "–"  # they are those of the CPU that computes for it
+        what = f"{there['name']}, {cores}torch {run['versions']['torch']} ({run['date']})"
+        rows.append(f"| {what} | {minutes} | 0 MB | {size(run['figures']['baseline_peak_bytes'])} |")
     return "\n".join(lines + (rows or ["| none recorded yet | – | 0 MB | – |"]))
 
 

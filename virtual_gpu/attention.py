@@ -85,18 +85,32 @@ def _new(state, query, key, p):
     return _mask(seed, query, key, p)
 
 
+def _attend(output, sums, state, query, key, value, bias, p, causal, scale):
+    """The values of a forward, into its results. sums: batch × heads × length, some kernels' with more places."""
+    q, k, v, b = _full(query, key, value, bias)
+    k, v, _ = _grouped(q, k, v)
+    values, logarithms = forward(q, k, v, b, causal, scale or q.shape[-1] ** -0.5, _new(state, q, k, p))
+    write(output, values)
+    if sums.numel():
+        sums = sums.squeeze(-1) if sums.dim() == 4 else sums
+        write(sums[..., : logarithms.shape[-1]], logarithms)
+
+
+def _gradients(gradient, query, key, value, bias, seed, p, causal, scale):
+    """Of query, key, value and bias."""
+    g, q, k, v, b = _full(gradient, query, key, value, bias)
+    k, v, groups = _grouped(q, k, v)
+    dropped = _drawn(seed, q, k, p)
+    of_q, of_k, of_v, of_b = backward(g, q, k, v, b, causal, scale or q.shape[-1] ** -0.5, dropped)
+    return of_q, _summed(of_k, groups), _summed(of_v, groups), of_b
+
+
 def _efficient():
     own = own_kernel(EFFICIENT)
 
     def kernel(keys, query, key, value, bias, with_sums, p=0.0, causal=False, *, scale=None):
         result = own(keys, query, key, value, bias, with_sums, p, causal, scale=scale)
-        q, k, v, b = _full(query, key, value, bias)
-        k, v, _ = _grouped(q, k, v)
-        dropped = _new(result[2], q, k, p)
-        output, sums = forward(q, k, v, b, causal, scale or q.shape[-1] ** -0.5, dropped)
-        write(result[0], output)
-        if result[1].numel():
-            write(result[1][..., : sums.shape[-1]], sums)
+        _attend(*result[:3], query, key, value, bias, p, causal, scale)
         return result
 
     return kernel
@@ -110,13 +124,10 @@ def _efficient_backward():
     ):
         result = own(keys, gradient, query, key, value, bias, output, sums, seed, offset, p, wanted, causal,
                                 scale=scale)  # fmt: skip
-        g, q, k, v, b = _full(gradient, query, key, value, bias)
-        k, v, groups = _grouped(q, k, v)
-        dropped = _drawn(seed, q, k, p)
-        of_q, of_k, of_v, of_b = backward(g, q, k, v, b, causal, scale or q.shape[-1] ** -0.5, dropped)
-        for made, value in zip(result, (of_q, _summed(of_k, groups), _summed(of_v, groups), of_b)):
+        found = _gradients(gradient, query, key, value, bias, seed, p, causal, scale)
+        for made, values in zip(result, found):
             if made is not None:
-                write(made, value)
+                write(made, values)
         return result
 
     return kernel
@@ -127,12 +138,7 @@ def _flash():
 
     def kernel(keys, query, key, value, p=0.0, causal=False, with_mask=False, *, scale=None):
         result = own(keys, query, key, value, p, causal, with_mask, scale=scale)
-        q, k, v = _full(query, key, value)
-        k, v, _ = _grouped(q, k, v)
-        dropped = _new(result[6], q, k, p)
-        output, sums = forward(q, k, v, None, causal, scale or q.shape[-1] ** -0.5, dropped)
-        write(result[0], output)
-        write(result[1], sums)
+        _attend(*result[:2], result[6], query, key, value, None, p, causal, scale)
         return result
 
     return kernel
@@ -144,11 +150,7 @@ def _flash_backward():
     def kernel(keys, gradient, query, key, value, output, *more, scale=None):
         sums, starts, starts_k, longest, longest_k, p, causal, seed, offset = more
         result = own(keys, gradient, query, key, value, output, *more, scale=scale)
-        g, q, k, v = _full(gradient, query, key, value)
-        k, v, groups = _grouped(q, k, v)
-        dropped = _drawn(seed, q, k, p)
-        of_q, of_k, of_v, _ = backward(g, q, k, v, None, causal, scale or q.shape[-1] ** -0.5, dropped)
-        write(result, (of_q, _summed(of_k, groups), _summed(of_v, groups)))
+        write(result, _gradients(gradient, query, key, value, None, seed, p, causal, scale)[:3])
         return result
 
     return kernel
@@ -159,13 +161,7 @@ def _cudnn():
 
     def kernel(keys, query, key, value, bias, with_sums, p=0.0, causal=False, with_mask=False, *, scale=None):
         result = own(keys, query, key, value, bias, with_sums, p, causal, with_mask, scale=scale)
-        q, k, v, b = _full(query, key, value, bias)
-        k, v, _ = _grouped(q, k, v)
-        dropped = _new(result[6], q, k, p)
-        output, sums = forward(q, k, v, b, causal, scale or q.shape[-1] ** -0.5, dropped)
-        write(result[0], output)
-        if result[1].numel():
-            write(result[1], sums.reshape(result[1].shape))
+        _attend(*result[:2], result[6], query, key, value, bias, p, causal, scale)
         return result
 
     return kernel
@@ -177,11 +173,7 @@ def _cudnn_backward():
     def kernel(keys, gradient, query, key, value, output, sums, seed, offset, bias, *more, scale=None):
         *_, p, causal = more
         result = own(keys, gradient, query, key, value, output, sums, seed, offset, bias, *more, scale=scale)
-        g, q, k, v, b = _full(gradient, query, key, value, bias)
-        k, v, groups = _grouped(q, k, v)
-        dropped = _drawn(seed, q, k, p)
-        of_q, of_k, of_v, _ = backward(g, q, k, v, b, causal, scale or q.shape[-1] ** -0.5, dropped)
-        write(result, (of_q, _summed(of_k, groups), _summed(of_v, groups)))
+        write(result, _gradients(gradient, query, key, value, bias, seed, p, causal, scale)[:3])
         return result
 
     return kernel

@@ -406,7 +406,7 @@ int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned
                                      int *found) {
   void *driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
   *function = driver ? dlsym(driver, name) : NULL;
-  if (!*function) *function = (void *)slot_of(name);
+  if (!*function && !(*function = (void *)slot_of(name))) return vgpu_unknown(name);
   if (found) *found = 0;
   return SUCCESS;
 }
