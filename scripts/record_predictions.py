@@ -129,15 +129,20 @@ def in_bytes(prediction: predict.Prediction) -> dict[str, int]:
 
 
 def training(cell: dict, device: str):
-    """(step, model, optimizer, inputs) of a real run, in a reader's own words; random weights."""
+    """(step, model, optimizer, inputs) of a real run, in a reader's own words; random weights.
+
+    Made on the CPU and moved whole, as a reader does: made on the GPU, it would leave gaps in what is reserved.
+    """
     precision, accumulate = cell.get("precision", "fp32"), cell.get("accumulate", 1)
     torch.manual_seed(0)
-    try:  # made in its type, as from_pretrained makes it: fp32 weights before it would leave gaps in what is reserved
+    try:  # made in its type, as from_pretrained makes it
         torch.set_default_dtype(torch.bfloat16 if precision == "bf16-pure" else torch.float32)
-        with torch.device(device):
-            model = models.build(cell["model"], attention=cell.get("attention"), **cell.get("sizes", {}))
+        settings = models.config(cell["model"], **cell.get("sizes", {}))
+        model = models.untrained(settings, cell.get("attention")).train().to(device)
     finally:
         torch.set_default_dtype(torch.float32)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
     model = predict._prepared(
         model, precision, cell.get("checkpointing", 0), cell.get("freeze_layers", 0), cell.get("lora", 0), None
     )
