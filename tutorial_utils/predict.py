@@ -41,9 +41,10 @@ PRECISIONS = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16, "bf16
 
 # What a card holds besides PyTorch's memory, at most, now that kernels are loaded when they are first used. Readings:
 # about 300 and 400 MB (pytorch issues 107667 and 109888), 287 MB (pull request 86509); on an H100, of 132
-# multiprocessors, 527 MiB at the start and 789 after a hundred steps of all kinds. 8 MiB for each of them leave
-# room for the gaps of a process that did something before: 93 of 94 steps held less there.
-CONTEXT, CONTEXT_OF_ONE = 512 * MiB, 8 * MiB
+# multiprocessors, 527 MiB at the start and 789 after a hundred steps of all kinds, 6 for each. 7.5 leave 200 MiB there
+# for gaps that nobody predicted: in processes of their own the worst of 194 steps had 100, and in a process that did
+# something before, 91 of 94 had less.
+CONTEXT, CONTEXT_OF_ONE = 512 * MiB, 15 * MiB // 2
 # cuBLAS allocates one for each thread that multiplies: the forward pass has one, the backward pass another.
 # Source: CUBLAS_WORKSPACE_CONFIG :4096:2:16:8, from compute capability 9.0 on 32 MiB, in ATen's CublasHandlePool.cpp.
 WORKSPACE, WORKSPACE_90 = 8_519_680, 32 * MiB
