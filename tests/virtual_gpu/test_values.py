@@ -217,3 +217,20 @@ for one, other in zip(four_bits("cpu"), four_bits("cuda")):
     print(((one - other).abs().max() / one.abs().max()).item())
 """
     assert all(float(line) < 1e-5 for line in on("T4", code, "all").splitlines())
+
+
+def test_paged_state_is_outside_of_torchs_allocator_and_gives_the_same_weights():
+    code = """
+import bitsandbytes as bnb
+def trained(optimizer):
+    weight = torch.nn.Parameter(torch.ones(2**20, device="cuda"))
+    torch.cuda.reset_peak_memory_stats()
+    before, weight.grad = torch.cuda.memory_allocated(), torch.full_like(weight, 0.5)
+    getattr(bnb.optim, optimizer)([weight], lr=1e-2).step()
+    torch.cuda.synchronize()
+    return weight.detach().cpu(), torch.cuda.max_memory_allocated() - before - weight.nbytes
+(plain, state), (paged, outside) = trained("AdamW8bit"), trained("PagedAdamW8bit")
+assert torch.equal(plain, paged) and state > 2**21, (state, outside)
+print(outside)
+"""
+    assert int(on("T4", code, "all")) < 2**18

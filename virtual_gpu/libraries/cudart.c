@@ -47,7 +47,7 @@ static long attribute(int number) {
     case 12: case 82: return 65536;                 /* registers of a block, of a multiprocessor */
     case 14: return 512;                            /* alignment of textures */
     case 16: return fact("VGPU_MULTIPROCESSORS");
-    case 15: case 19: case 31: case 40: case 41: case 78: case 79: case 80: case 83: case 95: return 1;
+    case 15: case 19: case 31: case 40: case 41: case 78: case 79: case 80: case 83: case 89: case 95: return 1;
     case 51: return 32;                             /* alignment of a texture's pitch */
     case 37: return 256;                            /* memory bus, bits */
     case 38: return 4l << 20;                       /* L2 cache */
@@ -258,6 +258,7 @@ int cudaMalloc(void **pointer, size_t size) { return take(pointer, size, DEVICE)
 int cudaMallocManaged(void **pointer, size_t size, unsigned flags) { return take(pointer, size, MANAGED); }
 int cudaHostAlloc(void **pointer, size_t size, unsigned flags) { return take(pointer, size, HOST); }
 int cudaMallocHost(void **pointer, size_t size) { return take(pointer, size, HOST); }
+int cudaMemPrefetchAsync(const void *pointer, size_t size, int device, void *stream) { return SUCCESS; } /* it is here */
 int cudaFree(void *pointer) { return give(pointer); }
 int cudaFreeHost(void *pointer) { return give(pointer); }
 int cudaMemGetInfo(size_t *free, size_t *all) {
