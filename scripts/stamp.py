@@ -85,7 +85,7 @@ def setup(address: str) -> str:
 
 
 def readme_table(notebooks: dict[str, dict]) -> str:
-    lines = ["| lesson | what it does | memory | time | recorded on |", "|---|---|---|---|---|"]
+    lines = ["| lesson | what it does | memory | time | on |", "|---|---|---|---|---|"]
     for name, content in notebooks.items():
         course = content["metadata"]["course"]
         link = f"[{name[:2]} {course['title']}](notebooks/{name}.ipynb)"

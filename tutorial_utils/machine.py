@@ -302,7 +302,7 @@ def gpu(card: str | int | Gpu) -> Gpu:
     found = {g: set(re.split(r"[ -]", g.name.lower())) for g in gpus().values()}
     found = {g: words for g, words in found.items() if set(re.split(r"[ -]", str(card).lower())) <= words}
     plain = [g for g, words in found.items() if all(words <= others for others in found.values())]
-    chosen = [g for g in found if str(card) in (g.name, g.short)] or plain
+    chosen = [g for g in found if str(card).lower() in (g.name.lower(), str(g.short).lower())] or plain
     names = ", ".join(found and [g.name for g in found] or gpus())
     accept(len(chosen) == 1, "card", card, f'{names}, words of one, or a size such as "6 GiB"')
     return chosen[0]

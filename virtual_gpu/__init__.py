@@ -4,7 +4,7 @@
     virtual_gpu.start("T4")        # before torch is imported
 
 or `python -m virtual_gpu --card T4 script.py arguments`. The allocator, the dispatcher, autograd and the host code of
-every operator are PyTorch's own, so `torch.cuda.memory_stats()` is what that card would show. Kernels are not run:
+every operator are PyTorch's own, so `torch.cuda.memory_stats()` counts as it does on that card. Kernels are not run:
 `values` says what is computed in their place, on the CPU. Times, and what cuBLAS, cuDNN and the driver keep for
 themselves, are not known here.
 """
@@ -58,10 +58,18 @@ def start(
         )
     described = described_by(chosen, facts) | {"name": chosen.name}
     described["context"] = max(CONTEXT, CONTEXT_OF_ONE * described["multiprocessors"]) if context is None else context
+    if type(described["context"]) is not int or not 0 <= described["context"] < described["total"]:
+        given, total = described["context"], described["total"]
+        raise ValueError(f"context was {given!r}; accepted: bytes, 0 or more, fewer than the card's total of {total}")
     described["copy"] = ALL_COPIES if values == "all" else SMALL_COPIES
     os.environ[SETTINGS] = json.dumps({"values": values, "described": described})
     inherit()
-    import torch  # noqa: F401
+    try:
+        import torch  # noqa: F401
+    except BaseException:  # it could not be had: leave the process as it was
+        del os.environ[SETTINGS]
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Around)]
+        raise
 
 
 def inherit():
@@ -152,4 +160,6 @@ def report() -> str:
     shown = {**parts, "nvidia-smi": _libraries[0].vgpu_highest()}
     card = torch.cuda.get_device_properties(0)
     lines = [f"{name:>12} {size / MiB:>12,.1f} MiB" for name, size in shown.items()]
+    if not parts["requested"]:
+        lines.append("This process asked for nothing. What it started in processes of their own is not counted here.")
     return "\n".join([f"peak on a virtual {card.name}, {card.total_memory / MiB:,.0f} MiB:", *lines])

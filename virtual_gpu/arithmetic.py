@@ -38,6 +38,8 @@ WITHOUT_VALUES = {
     "resize_", "_efficientzerotensor", "set_", "set_.source_Storage", "set_.source_Tensor",
     "set_.source_Storage_storage_offset", "_copy_from", "_copy_from_and_resize",
 }  # fmt: skip
+# Kinds of tensors of which nothing is computed here, by torch's key for their kernels.
+KINDS = {"SparseCUDA": "sparse", "SparseCsrCUDA": "sparse", "NestedTensorCUDA": "nested", "QuantizedCUDA": "quantized"}
 _libraries = {}  # by namespace: what replaces kernels as long as it lives
 _running = threading.local()  # .depth: of kernels whose own host code is running
 
@@ -62,6 +64,12 @@ def start(values: str):
         if values != "none":
             for name in SHAPED_BY_VALUES:
                 _replace(name, _shaped_by_values(name))
+            for key, kind in KINDS.items():
+                for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
+                    if name.startswith("aten::"):
+                        _replace(name, _of_a_kind(name, kind), key)
+            for name in ("quantize_per_tensor", "quantize_per_tensor_dynamic", "quantize_per_channel"):
+                _replace(name, _of_a_kind(name, "quantized"))
 
 
 def _untraced(*codes):
@@ -134,9 +142,19 @@ def _is_view(op) -> bool:
     return any(info is not None and not info.is_write for info in infos)
 
 
-def _replace(name, kernel, **options):
+def _replace(name, kernel, key="CUDA", **options):
     namespace, _, name = _qualified(name).partition("::")
-    _libraries[namespace].impl(name, kernel, "CUDA", allow_override=True, **options)
+    _libraries[namespace].impl(name, kernel, key, allow_override=True, **options)
+
+
+def _of_a_kind(name, kind):
+    def kernel(*_, **__):
+        raise NotImplementedError(
+            f"{name} of a {kind} tensor has no values on the virtual GPU: use dense tensors, or values='none', which "
+            f"computes nothing"
+        )
+
+    return kernel
 
 
 def _valued(name):
@@ -298,4 +316,6 @@ def view(tensor):
         return tensor if tensor.device.type == "cpu" else torch.empty(tensor.shape, dtype=tensor.dtype)
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     block = (ctypes.c_char * (extent * tensor.itemsize)).from_address(tensor.data_ptr())
-    return torch.frombuffer(block, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride(), 0)
+    found = torch.frombuffer(block, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride(), 0)
+    found = found.conj() if tensor.is_conj() else found  # not carried out yet: a bit beside the bytes
+    return found._neg_view() if tensor.is_neg() else found

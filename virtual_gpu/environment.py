@@ -14,7 +14,9 @@ from pathlib import Path
 
 
 def make(folder: Path):
-    """subprocess.CalledProcessError where pip cannot have it; then nothing is left."""
+    """subprocess.CalledProcessError where pip cannot have it; then nothing is left. FileNotFoundError without gcc."""
+    if missing := [tool for tool in ("gcc", "readelf") if shutil.which(tool) is None]:
+        raise FileNotFoundError(f"{missing[0]} is not here: install gcc and binutils; nothing was changed")
     version = importlib.metadata.version("torch").partition("+")[0]
     shutil.rmtree(folder, ignore_errors=True)
     try:
@@ -39,5 +41,7 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     try:
         make(parser.parse_args().folder)
+    except FileNotFoundError as error:
+        parser.error(str(error))
     except subprocess.CalledProcessError:
         parser.error("the environment could not be made: the reason is above")

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -289,3 +290,38 @@ except RuntimeError as error:
         PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
     )
     assert ran.returncode and "cuMemAddressReserve was called, which the virtual GPU does not have" in ran.stderr
+
+
+def test_a_start_that_fails_leaves_the_process_as_it_was():
+    """Where torch is a build for the CPU: this environment's own."""
+    code = """
+import os, virtual_gpu
+for options in ({"context": "x"}, {"context": -1}, {"context": 2**50}, {"total": 1}, {}):
+    try:
+        virtual_gpu.start("T4", **options)
+    except ValueError as error:
+        print(error)
+import torch
+print(torch.ones(2).sum().item(), "VIRTUAL_GPU" in os.environ)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    *refused, build, last = ran.stdout.splitlines()
+    assert len(refused) == 4 and all("context was " in line for line in refused)
+    assert "this torch is a build for the CPU" in build and last == "2.0 False"
+
+
+def test_a_process_that_asked_for_nothing_says_so(tmp_path):
+    script = tmp_path / "idle.py"
+    script.write_text("print('idle')")
+    ran = subprocess.run([PYTHON, "-m", "virtual_gpu", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "This process asked for nothing. What it started" in ran.stdout
+
+
+def test_without_gcc_nothing_is_changed(tmp_path):
+    there = tmp_path / "environment"
+    there.mkdir()
+    (there / "kept").touch()
+    command = [sys.executable, "-m", "virtual_gpu.environment", there]
+    ran = subprocess.run(command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert ran.returncode == 2 and "gcc is not here: install gcc and binutils; nothing was changed" in ran.stderr
+    assert (there / "kept").exists()

@@ -94,6 +94,7 @@ def both(code, tolerance, **row):
         ("+ freeze encoder", True),
         ("+ freeze all but head", True),
         ("+ length 64", True),
+        ("+ length 32", True),
     ],
 )
 def test_as_published(row, fits):

@@ -234,3 +234,31 @@ assert torch.equal(plain, paged) and state > 2**21, (state, outside)
 print(outside)
 """
     assert int(on("T4", code, "all")) < 2**18
+
+
+@pytest.mark.parametrize(
+    ("made", "kind"),
+    [
+        ("torch.nn.Embedding(9, 4, sparse=True).cuda()(torch.tensor([1, 2]).cuda()).sum().backward()", "sparse"),
+        ("torch.sparse_coo_tensor([[0, 1], [1, 1]], [1.0, 2.0], (2, 2), device='cuda').coalesce()", "sparse"),
+        ("torch.nested.nested_tensor([torch.ones(2, 3).cuda(), torch.ones(4, 3).cuda()]) * 2", "nested"),
+        ("torch.quantize_per_tensor(torch.ones(3).cuda(), 0.1, 0, torch.qint8).dequantize()", "quantized"),
+    ],
+)
+@pytest.mark.parametrize("values", ["small", "all"])
+def test_kinds_of_tensors_without_values_say_so(made, kind, values):
+    code = f"""
+try:
+    {made}
+except NotImplementedError as error:
+    print(error)
+"""
+    assert f"of a {kind} tensor has no values on the virtual GPU: use dense tensors" in on("T4", code, values)
+
+
+def test_a_conjugate_that_is_not_carried_out_yet():
+    code = """
+t = torch.tensor([1 + 2j, 3 - 1j]).cuda()
+print((t.conj() * t).tolist(), t.conj().imag.neg().clone().tolist())
+"""
+    assert on("T4", code, "all").strip() == "[(5+0j), (10+0j)] [2.0, -1.0]"
