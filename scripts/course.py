@@ -218,7 +218,7 @@ def run_cells(path: Path, past_failures: bool = False):
 
     past_failures: go on from a statement that fails, as a proof does where no numbers are computed, and say so.
     """
-    from tutorial_utils import machine
+    from tutorial_utils import packages
 
     namespace = {"__name__": "__main__"}
     for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
@@ -241,7 +241,7 @@ def run_cells(path: Path, past_failures: bool = False):
             # "single" shows the value of an expression, as a notebook does of a cell's last one.
             exec(compile(ast.Interactive(last), f"<cell {number}>", "single"), namespace)
         except (ImportError, NameError) as error:
-            if not machine.excused(error, source):
+            if not packages.excused(error, source):
                 raise
 
 

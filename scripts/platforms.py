@@ -144,7 +144,7 @@ def run_tests(python: Path, name: str, paths: list[str], attached: Path) -> dict
     started = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         own = session(python, Path(folder))
-        code = f"from tutorial_utils import machine; [machine.need(package, 'its tests') for package in {ADDED}]"
+        code = f"from tutorial_utils import packages; [packages.need(package, 'its tests') for package in {ADDED}]"
         for command in (["-c", code], ["-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]):
             done = subprocess.run([own, *command], env=clean(attached), cwd=ROOT, capture_output=True, text=True)
             if done.returncode:

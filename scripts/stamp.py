@@ -58,6 +58,21 @@ def recorded(name: str) -> list[tuple[dict, dict]]:
     return [(run.get("machine", there), run) for there, run in runs]
 
 
+def linked(text: str, address: str) -> str:
+    """A lesson's prose, with a link at each number of another lesson: "lesson 03", "lessons 02, 04 and 11"."""
+    files = {path.name[:2]: path.name for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")}
+    place = f"{address}/blob/main/notebooks/" if address else ""
+
+    def link(found):
+        return f"[{found[0]}]({place}{files[found[1]]})" if found[1] in files else found[0]
+
+    plain = re.sub(r"\[((?:[Ll]esson )?(\d\d))\]\([^)]*\2_\w+\.ipynb\)", r"\1", text)
+    many = re.sub(
+        r"\b[Ll]essons \d\d(?:(?:, | and | or | to )\d\d)+", lambda m: re.sub(r"(\d\d)", link, m[0]), plain
+    )
+    return re.sub(r"\b[Ll]esson (\d\d)\b", link, many)
+
+
 def card(course: dict, name: str) -> str:
     """What you will learn, need to know, and what it takes on each recorded machine."""
     lines = [
@@ -266,6 +281,8 @@ def stamped(address: str) -> dict[Path, str]:
             ):
                 if tag in tags and (cell["cell_type"] == "code") == (tag == "setup"):
                     cell["source"] = text.splitlines(keepends=True)
+            if cell["cell_type"] == "markdown":
+                cell["source"] = linked("".join(cell["source"]), address).splitlines(keepends=True)
         notebooks[path.stem] = content
         texts[path] = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     recording = ROOT / "notebooks" / "record_on_your_gpu.ipynb"

@@ -32,6 +32,9 @@ class Lesson:
         self.course = self.content["metadata"]["course"]
         self.cells = self.content["cells"]
         self.code = [cell for cell in self.cells if cell["cell_type"] == "code"]
+        # The evidence, folded, is the second of two parts.
+        start = next((place for place, cell in enumerate(self.cells) if cell["id"] == "evidence"), None)
+        self.two_parts, self.part_one = start is not None, self.cells[:start]
 
     def tagged(self, tag: str) -> list[dict]:
         return [cell for cell in self.code if tag in tags(cell)]

@@ -25,7 +25,7 @@ from test_forks import EVERY
 
 import platforms
 from notebooks import ROOT
-from tutorial_utils import bounds, data, explorer, figures, machine, measure, models, names, predict, times
+from tutorial_utils import bounds, data, explorer, figures, machine, measure, models, names, packages, predict, times
 
 JUNK = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 2000), st.integers(), st.floats(), st.text(max_size=12),
@@ -192,7 +192,7 @@ def test_pictures_and_tables(value):
 @given(JUNK, JUNK)
 def test_packages_and_lessons(package, figure):
     if not (isinstance(package, str) and package.isidentifier()):
-        clear("need", lambda: machine.need(package, "its cells"), package)
+        clear("need", lambda: packages.need(package, "its cells"), package)
     clear("compare", lambda: bounds.compare("01_gradient_accumulation", {str(figure): 1.0}), str(figure))
     clear("config", lambda: models.config("tiny", **{f"x{package}": 1}), f"x{package}")
 

@@ -12,6 +12,18 @@ from tutorial_utils import bounds
 from tutorial_utils.figures import size
 
 LESSONS = pytest.mark.parametrize("lesson", lessons(), ids=lambda lesson: lesson.name)
+TWO_PARTS = pytest.mark.parametrize("lesson", [one for one in lessons() if one.two_parts], ids=lambda one: one.name)
+# A lesson has two parts: one that teaches, and the evidence. Those that are still one piece have the older sections.
+PARTS = {
+    "technique": [
+        "Setup", "The idea", "Baseline", "The technique", "Measure", "Proof", "In your script", "Pitfalls",
+        "When to use it, and when not", "Exercise", "The evidence",
+    ],
+    "study": [
+        "Setup", "The idea", "To copy", "Measure", "Proof", "In your script", "Pitfalls",
+        "When to use it, and when not", "Exercise", "The evidence",
+    ],
+}  # fmt: skip
 SECTIONS = {
     "technique": [
         "Setup", "The idea", "Baseline", "The technique", "Measure", "Proof", "Pitfalls", "With the Trainer",
@@ -28,8 +40,15 @@ TAGS = {
                   "figures", "check"],
     "study": ["setup", "copy", "proof", "pitfall", "trainer", "claims", "exercise", "solution", "figures", "check"],
 }  # fmt: skip
+TAGS_OF_PARTS = {
+    "technique": ["setup", "baseline", "copy", "proof", "pitfall", "exercise", "solution", "trainer", "claims",
+                  "figures", "check"],
+    "study": ["setup", "copy", "proof", "pitfall", "exercise", "solution", "trainer", "claims", "figures", "check"],
+}  # fmt: skip
 ONCE = {"setup", "baseline", "copy", "proof", "claims", "exercise", "solution", "figures", "check"}
 MOST_LINES, MOST_CHANGED = 30, 10
+# Of part one: words, lines of code, those of a cell that is not folded, words of a paragraph, characters of a line.
+MOST_WORDS, MOST_CODE, MOST_SHOWN, MOST_OF_A_PARAGRAPH, WIDEST = 1500, 200, 20, 60, 110
 PRIVATE = re.compile(r"(?<![\w.])/(root|home|Users|tmp|work|mnt|opt|var)/|[A-Z]:\\\\Users")
 
 
@@ -37,7 +56,8 @@ PRIVATE = re.compile(r"(?<![\w.])/(root|home|Users|tmp|work|mnt|opt|var)/|[A-Z]:
 def test_sections_by_kind(lesson):
     kind = lesson.course["kind"]
     assert kind in SECTIONS, f"kind is {kind!r}; accepted: {', '.join(SECTIONS)}"
-    assert lesson.headings() == SECTIONS[kind], "sections missing, added or out of order"
+    sections = (PARTS if lesson.two_parts else SECTIONS)[kind]
+    assert lesson.headings() == sections, "sections missing, added or out of order"
     first = source(lesson.cells[0])
     assert first.startswith(f"# {lesson.name[:2]} · {lesson.course['title']}") and tags(lesson.cells[0]) == ["title"]
     assert tags(lesson.cells[1]) == ["card"]
@@ -48,7 +68,7 @@ def test_sections_by_kind(lesson):
 def test_tags(lesson):
     found = [tag for cell in lesson.code for tag in tags(cell) if tag != "nbval-check-output"]
     in_order = list(dict.fromkeys(found))
-    assert in_order == TAGS[lesson.course["kind"]]
+    assert in_order == (TAGS_OF_PARTS if lesson.two_parts else TAGS)[lesson.course["kind"]]
     for tag in ONCE & set(in_order):
         assert found.count(tag) == 1, f"{found.count(tag)} cells are tagged {tag}; there must be one"
     for tag in ("proof", "check"):
@@ -109,6 +129,47 @@ def test_cells_are_short(lesson):
         lines = source(cell).splitlines()
         assert code_lines(source(cell)) <= MOST_LINES, f"{code_lines(source(cell))} lines of code: {lines[0]}"
         assert max(map(len, lines)) <= 120, f"a line of {max(map(len, lines))} characters: {lines[0]}"
+
+
+def folded(cell) -> bool:
+    """For Jupyter and for Colab."""
+    return bool(cell["metadata"].get("jupyter", {}).get("source_hidden") and cell["metadata"].get("cellView") == "form")
+
+
+@TWO_PARTS
+def test_part_one_is_read_in_twenty_minutes(lesson):
+    prose = [source(cell) for cell in lesson.part_one if cell["cell_type"] == "markdown"]
+    code = [cell for cell in lesson.part_one if cell["cell_type"] == "code"]
+    prose = [re.sub(r"\]\(\S+\)|^\|---.*$", "", text, flags=re.M) for text in prose]
+    words = sum(len(re.findall(r"[\w'’×=.-]+", text)) for text in prose)
+    assert words <= MOST_WORDS, f"{words} words; at most {MOST_WORDS}"
+    lines = sum(code_lines(source(cell)) for cell in code)
+    assert lines <= MOST_CODE, f"{lines} lines of code; at most {MOST_CODE}"
+    for paragraph in (part for text in prose for part in re.split(r"\n\s*\n", text) if part[:1] not in "|-<"):
+        count = len(paragraph.split())
+        assert count <= MOST_OF_A_PARAGRAPH, f"a paragraph of {count} words: {paragraph[:60]}"
+    for cell in code:
+        if not folded(cell):
+            lines = source(cell).splitlines()
+            assert code_lines(source(cell)) <= MOST_SHOWN, f"{code_lines(source(cell))} lines of code: {lines[0]}"
+            assert max(map(len, lines)) <= WIDEST, f"a line of {max(map(len, lines))} characters: {lines[0]}"
+
+
+@TWO_PARTS
+def test_scaffolding_solution_and_evidence_are_folded(lesson):
+    for tag in ("setup", "solution"):
+        assert folded(lesson.tagged(tag)[0]), f"{tag} is not folded"
+    evidence = lesson.cells[len(lesson.part_one)]
+    assert evidence["metadata"].get("jp-MarkdownHeadingCollapsed"), "the evidence is not folded in Jupyter"
+    assert lesson.content["metadata"]["colab"]["collapsed_sections"] == ["evidence"], "nor in Colab"
+    assert evidence["metadata"]["id"] == "evidence", "by which Colab finds it"
+
+
+@TWO_PARTS
+def test_the_three_shapes_are_shown(lesson):
+    shown = "\n".join(printed(cell) for cell in lesson.part_one if cell["cell_type"] == "code")
+    for shape in lesson.course.get("shapes", ["classifier", "competition", "decoder"]):
+        assert re.search(rf"^{shape}: ", shown, re.M), f"the page does not run the technique in a {shape}"
 
 
 def changed_lines(before: str, after: str) -> int:

@@ -14,7 +14,7 @@ import nbformat
 import psutil
 import pytest
 
-from tutorial_utils import bounds, machine
+from tutorial_utils import bounds, machine, packages
 
 EXPECTED = tomllib.loads((bounds.FACTS / "bounds.toml").read_text())["00_memory_anatomy"]
 FIGURES = {
@@ -193,7 +193,7 @@ def test_an_interrupt_between_two_lessons_keeps_the_results(small_course, monkey
 def test_cells_that_lack_what_is_left_out_say_so_and_no_others(tmp_path, monkeypatch, capsys, jupyter):
     """The package itself, what it is needed for by name, and a name of a cell that was left out."""
     cells = [
-        "from tutorial_utils import machine\nmachine.need('no_such_package', 'its cells')",
+        "from tutorial_utils import packages\npackages.need('no_such_package', 'its cells')",
         "import no_such_package\nmade, other = 1, no_such_package.x",
         "print(made)",
         "x = 1\nx + 1",
@@ -202,7 +202,7 @@ def test_cells_that_lack_what_is_left_out_say_so_and_no_others(tmp_path, monkeyp
     path, done = tmp_path / "05_cells.ipynb", tmp_path / "done.ipynb"
     cells = [nbformat.v4.new_code_cell(cell) for cell in cells]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
-    monkeypatch.setattr(machine, "left_out", {})
+    monkeypatch.setattr(packages, "left_out", {})
     if jupyter:
         monkeypatch.setenv("PYTHONPATH", str(course.ROOT))
         monkeypatch.chdir(tmp_path)
@@ -211,7 +211,7 @@ def test_cells_that_lack_what_is_left_out_say_so_and_no_others(tmp_path, monkeyp
                        for cell in nbformat.read(done, 4).cells for o in cell.outputs)  # fmt: skip
     else:
         monkeypatch.setitem(sys.modules, "no_such_package", None)
-        monkeypatch.setattr(machine, "_unmade", set())
+        monkeypatch.setattr(packages, "_unmade", set())
         with pytest.raises(NameError, match="no_such_name"):
             course.run_cells(path)
         said = capsys.readouterr().out

@@ -159,10 +159,10 @@ def test_what_is_missing_comes_from_the_kit_and_replaces_nothing(other_environme
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 import numpy
-from tutorial_utils import machine
-if machine.need("no_such_package", "its cells"):
+from tutorial_utils import packages
+if packages.need("no_such_package", "its cells"):
     import no_such_package
-print(numpy.__version__, machine.left_out)
+print(numpy.__version__, packages.left_out)
 """
     clean = {**os.environ, "COURSE_KIT": str(tmp_path / "kit")}
     done = subprocess.run([python, "-c", code], cwd=tmp_path, env=clean, capture_output=True, text=True)

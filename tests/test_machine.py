@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from notebooks import ROOT
-from tutorial_utils import machine
+from tutorial_utils import machine, packages
 
 CPU = machine.Machine(
     "CPU", "cpu", 24 * 2**30, 2, None, True, True, {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.23.0"}
@@ -103,18 +103,18 @@ def no_such_package(monkeypatch, tmp_path):
     """A package that is nowhere, whatever the lessons installed before; and what was left out."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COURSE_KIT", str(tmp_path / "kit"))
-    monkeypatch.setattr(machine, "left_out", {})
+    monkeypatch.setattr(packages, "left_out", {})
     yield "no_such_package"
     sys.modules.pop("no_such_package", None)
 
 
 def test_a_missing_package_is_named_and_not_installed_unasked(monkeypatch, capsys, no_such_package):
-    monkeypatch.setattr(machine, "_may_install", False)
-    monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: pytest.fail("installed unasked"))
-    assert machine.need(no_such_package, "its cells") is False
+    monkeypatch.setattr(packages, "may_install", False)
+    monkeypatch.setattr(packages.subprocess, "run", lambda *_, **__: pytest.fail("installed unasked"))
+    assert packages.need(no_such_package, "its cells") is False
     assert capsys.readouterr().out == "left out: its cells. no_such_package: not installed\n"
-    assert machine.left_out == {no_such_package: "its cells"}
-    assert machine.need("torch", "everything") and not capsys.readouterr().out
+    assert packages.left_out == {no_such_package: "its cells"}
+    assert packages.need("torch", "everything") and not capsys.readouterr().out
 
 
 def test_a_package_that_pip_puts_into_a_new_folder_of_the_user_is_there_at_once(monkeypatch, tmp_path):
@@ -126,22 +126,22 @@ def test_a_package_that_pip_puts_into_a_new_folder_of_the_user_is_there_at_once(
         (tmp_path / "user" / "of_the_user.py").touch()
         return subprocess.CompletedProcess([], 0)
 
-    monkeypatch.setattr(machine, "_wheels", lambda: [tmp_path / "kit"])
-    monkeypatch.setattr(machine.subprocess, "run", pip)
-    monkeypatch.setattr(machine.site, "getusersitepackages", lambda: str(tmp_path / "user"))
-    monkeypatch.setattr(machine.sys, "path", list(machine.sys.path))
-    monkeypatch.setattr(machine.importlib.metadata, "version", lambda name: "1.0")
-    assert machine.need("of_the_user", "its cells")
+    monkeypatch.setattr(packages, "_wheels", lambda: [tmp_path / "kit"])
+    monkeypatch.setattr(packages.subprocess, "run", pip)
+    monkeypatch.setattr(packages.site, "getusersitepackages", lambda: str(tmp_path / "user"))
+    monkeypatch.setattr(packages.sys, "path", list(packages.sys.path))
+    monkeypatch.setattr(packages.importlib.metadata, "version", lambda name: "1.0")
+    assert packages.need("of_the_user", "its cells")
 
 
 def test_an_old_torchao_is_hidden_from_peft(monkeypatch):
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: True)
-    monkeypatch.setattr(machine.importlib.metadata, "version", lambda name: "0.16.1")
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(packages.importlib.metadata, "version", lambda name: "0.16.1")
     monkeypatch.delitem(sys.modules, "torchao", raising=False)
-    machine.hide_old_torchao()
+    packages.hide_old_torchao()
     assert "torchao" not in sys.modules
-    monkeypatch.setattr(machine.importlib.metadata, "version", lambda name: "0.10.0+git")
-    machine.hide_old_torchao()
+    monkeypatch.setattr(packages.importlib.metadata, "version", lambda name: "0.10.0+git")
+    packages.hide_old_torchao()
     assert sys.modules.pop("torchao") is None
 
 

@@ -1,7 +1,9 @@
 """The prediction against a real run on a CPU, its CUDA semantics, its refusals, its speed."""
 
+import contextlib
 import copy
 import itertools
+import pkgutil
 import sys
 import threading
 import time
@@ -131,7 +133,7 @@ def test_what_is_remembered_changes_nothing(name, monkeypatch):
     for technique in [{}, *MORE]:
         remembered = predicted(technique)
         with monkeypatch.context() as patched:
-            patched.setattr(predict, "_results", lambda *_: None)
+            patched.setattr(predict.fake, "_results", lambda *_: None)
             assert remembered == predicted(technique), technique
 
 
@@ -420,7 +422,7 @@ def test_experts_chosen_by_value_are_refused():
 
 def reserved(*requests, room=None):
     """Bytes reserved after requests: a size asked for, or the place of an earlier one, below zero, to free."""
-    allocator = predict._Allocator(room)
+    allocator = predict.allocator.Allocator(room)
     for place, request in enumerate(requests):
         allocator.allocate(place, request) if request > 0 else allocator.free(-request - 1)
     return allocator.reserved
@@ -460,7 +462,7 @@ def test_the_three_totals_of_a_card():
     report = predict.step_memory("bert-large-uncased", 32, 128, card="T4")
     assert report.peak < report.allocated <= report.reserved < report.card_bytes
     assert sum(report.card_parts.values()) == report.card_bytes and min(report.card_parts.values()) > 0
-    assert report.card_parts["CUDA context"] == predict.context(None) == predict.CONTEXT
+    assert report.card_parts["CUDA context"] == predict.context(None) == predict.allocator.CONTEXT
     assert predict.context(machine.gpu("H100 HBM3")) >= 789 * 2**20  # what one held after a hundred steps
     assert report.fits and not predict.step_memory("bert-large-uncased", 32, 256, card="T4").fits
     assert predict.step_memory("bert-large-uncased", 32, 128, card="11.5 GiB").fits
@@ -486,8 +488,8 @@ def test_modules_sum_to_the_peak():
     ],
 )
 def test_attention_is_the_cards_choice(card, precision, padded, kernel, monkeypatch):
-    chosen, original = set(), predict._attention_kernel
-    monkeypatch.setattr(predict, "_attention_kernel", lambda *a: chosen.add(original(*a)) or original(*a))
+    chosen, original = set(), predict.rules.attention_kernel
+    monkeypatch.setattr(predict.rules, "attention_kernel", lambda *a: chosen.add(original(*a)) or original(*a))
     card = "NVIDIA A100-SXM4-40GB" if card == "A100" else card
     predict.step_memory("tiny", 2, 128, precision=precision, padded=padded, attention="sdpa", card=card)
     assert chosen == {kernel}
@@ -534,8 +536,8 @@ def test_a_mask_that_no_kernel_takes(card):
     """T5's in transformers 5.17: its last dimension is not contiguous. An H100 computed its attention in parts."""
     gpu, query = card and machine.gpu(card), torch.empty(2, 4, 16, 64)
     mask = torch.empty(16, 16, 4).permute(2, 0, 1)[None]
-    assert predict._attention_kernel(gpu, query, mask, False, query) == "math"
-    assert predict._attention_kernel(gpu, query, mask.contiguous(), False, query) == "efficient"
+    assert predict.rules.attention_kernel(gpu, query, mask, False, query) == "math"
+    assert predict.rules.attention_kernel(gpu, query, mask.contiguous(), False, query) == "efficient"
 
 
 @pytest.mark.parametrize("card", [None, "T4", "NVIDIA A100-SXM4-40GB"])
@@ -602,6 +604,25 @@ def test_a_module_made_before_is_refused_and_left_as_it_was():
     with pytest.raises(ValueError, match="model returned a module that was there before; accepted: a function"):
         predict.step_memory(lambda: model, step=plain_step, inputs=ROWS, optimizer="sgd")
     assert model.weight.grad is None and not model._forward_hooks
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("fails", [False, True], ids=["to its end", "with an error"])
+def test_what_a_prediction_replaces_is_restored(device, fails):
+    def targets():
+        return {one.target: pkgutil.resolve_name(one.target) for one in predict.patches.PATCHES}
+
+    def look(model):
+        during.update(targets())
+        assert not fails, "on purpose"
+
+    before, during = targets(), {}
+    with pytest.raises(AssertionError, match="on purpose") if fails else contextlib.nullcontext():
+        predict.step_memory("tiny", 1, 16, device=device, prepare=look)
+    replaced = {one.target for one in predict.patches.PATCHES if device in one.devices}
+    assert {name for name in before if during[name] is not before[name]} == replaced
+    assert targets() == before
+    assert all(one.reason and one.versions for one in predict.patches.PATCHES)
 
 
 def test_predictions_of_several_threads_leave_torch_as_it_was():

@@ -7,7 +7,7 @@ import inspect
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tutorial_utils import machine, names
+from tutorial_utils import names, packages
 
 SMALL = dict(num_hidden_layers=3, hidden_size=128, num_attention_heads=4, intermediate_size=512, vocab_size=2000)
 TOKENS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -50,7 +50,7 @@ def family_prepared(name, model, lora=0, freeze_layers=0, checkpointing=0, preci
         for part in (*map(model.get_submodule, before), *model.get_submodule(layers)[:freeze_layers]):
             part.requires_grad_(False)
     if lora:
-        machine.hide_old_torchao()
+        packages.hide_old_torchao()
         from peft import LoraConfig, get_peft_model
 
         targets = {"distilbert-base-uncased": ["q_lin", "v_lin"], "modernbert-base": ["Wqkv"]}.get(name)

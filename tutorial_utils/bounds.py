@@ -20,7 +20,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import check, machine
+from . import check, machine, packages
 from .figures import Table, size
 from .times import Figure
 
@@ -200,6 +200,23 @@ def recorded_on_gpus(lesson: str) -> dict[str, dict[str, float]]:
     }
 
 
+def elsewhere(lesson: str) -> Table:
+    """What a lesson's step took of BERT-large, before and after: recorded on GPUs, counted on virtual ones."""
+    rows = []
+    for content in [*recordings(), *recordings("real-size")]:
+        there, run = content["machine"], content["lessons"].get(lesson)
+        large = there["memory_bytes"] > machine.LARGE and there.get("virtual") != "all"
+        if run and there["device"] == "cuda" and large:
+            figures = run["figures"]
+            row = {"GPU": there["name"], "": "counted" if there.get("virtual") else f"recorded {run['date']}"}
+            for name in ("baseline", "technique"):
+                row[name] = size(figures[f"{name}_peak_bytes"]) if f"{name}_peak_bytes" in figures else "–"
+            for name in ("memory", "time"):
+                row[name] = f"× {figures[f'{name}_ratio']:.2f}" if f"{name}_ratio" in figures else "–"
+            rows.append(row)
+    return Table(rows)
+
+
 def _recorded(lesson: str, here, figures) -> dict[str, float]:
     path = folder() / f"{here.slug}.json"
     if recording() or not path.exists():
@@ -239,7 +256,7 @@ def _report(lesson: str, figures: dict, verdict: Verdict | None = None):
     if path := os.environ.get("COURSE_REPORT"):
         bounds = verdict.bounds if verdict else []
         not_judged = {bound.figure: bound.verdict for bound in bounds if bound.verdict in UNJUDGED}
-        judged = {"inside": verdict and not verdict.outside, "not_judged": not_judged, "left_out": machine.left_out}
+        judged = {"inside": verdict and not verdict.outside, "not_judged": not_judged, "left_out": packages.left_out}
         times = [name for name, value in figures.items() if isinstance(value, Figure)]
         write(Path(path), {"lesson": lesson, "figures": figures, "times": times, **judged})
 

@@ -4,14 +4,18 @@ Pictures have no background and mid-grey text, so that they read on a light and 
 and are narrow enough for a phone.
 """
 
+import difflib
 import html
+import inspect
 import io
 import itertools
 import math
 import numbers
+import textwrap
 
 from .check import accept
 from .measure import ROLES, GiB, Memory, MiB
+from .times import Timing
 
 COLOURS = dict(zip(ROLES, ("#4a7fb5", "#d9623b", "#b08a1e", "#8e6bbf", "#3f9a5f", "#909090")))
 _TEXT = "#787878"
@@ -92,12 +96,22 @@ def memory_bars(reports: dict[str, Memory], card: int | None = None, card_name="
     _show(axes, show=show)
 
 
-def timeline(report: Memory):
-    """Memory by role after each operation of the step, with the phase it belongs to."""
-    _some("report", {"": report}, Memory)
-    if (axes := _axes(3.0)) is None:
+def timeline(reports: Memory | dict[str, Memory]):
+    """Memory by role after each operation of the step, with the phase it belongs to; of several, one below another."""
+    reports = reports if isinstance(reports, dict) else {"": reports}
+    _some("reports", reports, Memory)
+    if (panels := _axes(0.8 + 2.2 * len(reports), len(reports))) is None:
         return
-    scale, unit = _scale(report.peak)
+    scale, unit = _scale(max(report.peak for report in reports.values()))
+    for axes, (name, report) in zip(panels, reports.items()):
+        _over_time(axes, report, scale)
+        axes.set(ylabel=f"{name}, {unit}" if name else f"tensor memory, {unit}")
+        axes.set(ylim=(0, 1.05 * max(report.peak for report in reports.values()) / scale))
+    axes.set_xlabel("operations of one training step")
+    _show(axes)
+
+
+def _over_time(axes, report: Memory, scale: int):
     # The highest moment of each of 200 stretches, so that no short peak is lost between pixels.
     count = len(report.timeline)
     stride = math.ceil(count / 200)
@@ -109,11 +123,10 @@ def timeline(report: Memory):
     axes.stackplot(moments, *shown.values(), colors=colours, labels=shown, linewidth=0, step="mid")
     for phase, run in itertools.groupby(range(1, len(report.phases)), key=report.phases.__getitem__):
         places = list(run)
-        if len(places) > 0.15 * len(report.phases):  # room for its name
+        if len(places) > 0.12 * len(report.phases):  # room for its name
             axes.axvline(places[-1], color=_TEXT, linestyle=":", linewidth=1)
             _name_above(axes, (places[0] + places[-1]) / 2, phase)
-    axes.set(xlim=(0, count - 1), xlabel="operations of one training step", ylabel=f"tensor memory, {unit}")
-    _show(axes)
+    axes.set(xlim=(0, count - 1))
 
 
 def bars(values: dict[str, float], unit: str):
@@ -156,19 +169,53 @@ def _scale(peak: int) -> tuple[int, str]:
     return (GiB, "GiB") if peak >= GiB else (MiB, "MiB")
 
 
-def _axes(height: float):
+class difference:
+    """Two functions line by line: what the second has more, and what it has no longer. Indentation does not count."""
+
+    def __init__(self, before, after):
+        old, new = (textwrap.dedent(inspect.getsource(function)).splitlines() for function in (before, after))
+        bare = [[line.strip() for line in lines] for lines in (old, new)]
+        self.lines = []
+        for kind, i, j, k, m in difflib.SequenceMatcher(None, *bare, autojunk=False).get_opcodes():
+            if kind != "equal":
+                self.lines += [("-", line) for line in old[i:j]]
+            self.lines += [(" " if kind == "equal" else "+", line) for line in new[k:m]]
+
+    def _repr_html_(self) -> str:
+        colours = {"-": "rgba(217,98,59,.25)", "+": "rgba(63,154,95,.3)", " ": "transparent"}
+        lines = (
+            f'<span style="background:{colours[mark]}">{mark} {html.escape(line)}</span>' for mark, line in self.lines
+        )
+        return f'<pre style="white-space:pre-wrap;font-family:monospace;line-height:1.4">{chr(10).join(lines)}</pre>'
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{mark} {line}".rstrip() for mark, line in self.lines)
+
+
+def time_table(timing: Timing, texts: int, to: str | None = None) -> Table:
+    """A row for each step of a timing: its median, its spread, texts a second, and its ratio to the step `to`."""
+    rows = []
+    for name in timing.rounds:
+        middle, spread = timing.median(name), (f"{1000 * seconds:.0f}" for seconds in timing.spread(name))
+        row = {"": name, "median ms": f"{1000 * middle:.0f}", "fastest to slowest": " to ".join(spread)}
+        rows.append(row | {"texts/s": f"{texts / middle:.0f}"} | ({"×": f"{timing.ratio(name, to):.2f}"} if to else {}))
+    return Table(rows)
+
+
+def _axes(height: float, panels: int | None = None):
     try:
         from matplotlib.figure import Figure
     except ImportError:
         print("matplotlib is not installed: no picture")
         return None
-    axes = Figure(figsize=(5, height), layout="constrained").subplots()
-    axes.spines[:].set_color(_TEXT)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=_TEXT)
-    axes.xaxis.label.set_color(_TEXT)
-    axes.yaxis.label.set_color(_TEXT)
-    return axes
+    every = Figure(figsize=(5, height), layout="constrained").subplots(panels or 1, squeeze=False)[:, 0]
+    for axes in every:
+        axes.spines[:].set_color(_TEXT)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(colors=_TEXT)
+        axes.xaxis.label.set_color(_TEXT)
+        axes.yaxis.label.set_color(_TEXT)
+    return every if panels else every[0]
 
 
 def _name_above(axes, place: float, name: str):
@@ -183,9 +230,13 @@ def _show(axes, legend: bool = True, show=None):
     except ImportError:
         return
     if legend:
-        longest = max((len(str(label)) for label in axes.get_legend_handles_labels()[1]), default=0)
+        drawn = {}  # once each, whatever the panels
+        for panel in axes.figure.axes:
+            drawn |= dict(zip(*reversed(panel.get_legend_handles_labels())))
+        longest = max(map(len, drawn), default=0)
         columns = max(1, min(3, 62 // (longest + 5)))  # what 480 pixels hold: a wider legend is cut off
-        axes.figure.legend(loc="outside lower center", ncols=columns, frameon=False, labelcolor=_TEXT)
+        place = dict(loc="outside lower center", ncols=columns, frameon=False)
+        axes.figure.legend(drawn.values(), drawn, labelcolor=_TEXT, **place)
     png = io.BytesIO()
     axes.figure.savefig(png, format="png", dpi=192, transparent=True)
     (show or display)(Image(png.getvalue(), width=480))

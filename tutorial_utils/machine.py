@@ -1,6 +1,5 @@
 """What am I running on, what can it do, what will break, and which sizes fit?"""
 
-import ast
 import importlib.metadata
 import importlib.util
 import json
@@ -9,9 +8,6 @@ import logging
 import os
 import platform
 import re
-import site
-import subprocess
-import sys
 import tempfile
 import tomllib
 import warnings
@@ -20,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from . import packages
 from .check import accept
 
 GiB = 2**30
@@ -28,9 +25,8 @@ OLDEST = {"python": "3.11", "torch": "2.10", "transformers": "5.0"}
 NEWEST = {"python": "3.13", "torch": "2.15", "transformers": "5.23"}
 NEEDED = ("datasets", "accelerate", "matplotlib")  # beside torch and transformers, by every lesson
 OWN = f"said by {os.getpid()}"  # by which a process knows its own COURSE_BUSY
+LARGE = 14 * GiB  # of a GPU on which lessons train BERT-large
 FEW_CORES = 4  # Kaggle's and Colab's, and those of the machines that recorded "cpu"
-# peft makes no LoRA layer beside an older torchao, which Kaggle and Colab have. Source: peft's import_utils.py.
-OLDEST_TORCHAO = (0, 16)
 ACCELERATORS = (
     "on Kaggle choose GPU T4 x2 under Settings, Accelerator; on Colab a T4 under Runtime, Change runtime type"
 )
@@ -106,19 +102,13 @@ def facts() -> Machine:
     return here
 
 
-_may_install = False  # from the network; set by `start`
-left_out: dict[str, str] = {}  # package → what this lesson leaves out without it
-_unmade: set[str] = set()  # names that the cells would have made that were left out
-
-
 def start(network: bool = False) -> Machine:
     """Open a lesson: check the versions, add what is missing, show the machine.
 
     What is missing comes from the kit, or with `network` from the package index. Nothing that is there is replaced.
     RuntimeError where Python, torch or transformers is too old.
     """
-    global _may_install
-    _may_install = network
+    packages.may_install = network
     try:
         tempfile.gettempdir()
     except FileNotFoundError:  # torch, too, cannot be imported without one
@@ -126,7 +116,7 @@ def start(network: bool = False) -> Machine:
     _give_way()
     _read_utf_8()
     count = _one_gpu()
-    hide_old_torchao()
+    packages.hide_old_torchao()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of an old GPU that torch has no kernels for: said below
         here = facts()
@@ -136,7 +126,7 @@ def start(network: bool = False) -> Machine:
     if count > 1:
         print(f"{count} GPUs are here; a lesson uses the first.")
     for name in NEEDED:
-        need(name, "the cells that use it")
+        packages.need(name, "the cells that use it")
     _quiet(here)
     return here
 
@@ -147,68 +137,6 @@ def _read_utf_8():
         with suppress(locale.Error):
             locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
         os.environ["PYTHONUTF8"] = "1"  # for the processes that the lesson starts
-
-
-def need(package: str, what: str) -> bool:
-    """Whether a package is here; if not, it is taken from the kit, or from the network if the lesson may.
-
-    Where it cannot be had, a line says that `what` is left out, and the runner's table will.
-    """
-    accept(isinstance(package, str) and package.isidentifier(), "package", package, "the name that is imported")
-    hidden = package in sys.modules and sys.modules[package] is None
-    if not hidden and (importlib.util.find_spec(package) or _install(package)):
-        return True
-    leave_out(package, what, "too old, or left out above" if hidden else "not installed")
-    return False
-
-
-def leave_out(package: str, what: str, why: str):
-    """Say in a line, and in the runner's table, what this lesson leaves out; from here on the package is not there."""
-    sys.modules[package] = None
-    left_out[package] = what
-    print(f"left out: {what}. {package}: {why}")
-    _excuse_cells()
-
-
-def excused(error: BaseException, source: str) -> bool:
-    """Whether a cell failed for what is left out: a package, or a name of a cell that failed so. Says it in a line."""
-    lacks = error.name if isinstance(error, NameError) and error.name in _unmade else None
-    cause = error if isinstance(error, ImportError) else None
-    while cause is not None and lacks is None:
-        lacks = next((name for name in left_out if name in f"{getattr(cause, 'name', '')} {cause}"), None)
-        cause = cause.__cause__ or cause.__context__
-    if lacks is None:
-        return False
-    print(f"left out: this cell, which needs {lacks}")
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            _unmade.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            _unmade.add(node.id)
-        elif isinstance(node, ast.alias):
-            _unmade.add((node.asname or node.name).split(".")[0])
-    return True
-
-
-def _excuse_cells():
-    """In a notebook, let a cell that lacks what is left out end in that line, and the next ones run."""
-    shell = sys.modules["IPython"].get_ipython() if sys.modules.get("IPython") else None
-    if shell is None or shell.custom_exceptions:
-        return
-    failed = []
-
-    def judge(result):
-        if failed:
-            kind, error, traceback, offset = failed.pop()
-            if excused(error, shell.transform_cell(result.info.raw_cell)):  # Python, also where it has magics
-                result.error_in_exec = None
-            else:
-                shell.showtraceback((kind, error, traceback), tb_offset=offset)
-
-    shell.set_custom_exc(
-        (ImportError, NameError), lambda _, *caught, tb_offset=None: failed.append((*caught, tb_offset))
-    )
-    shell.events.register("post_run_cell", judge)
 
 
 def limits(here: Machine) -> list[str]:
@@ -234,7 +162,7 @@ def preset(here: Machine) -> Preset:
     slow = here.device == "cpu" or here.virtual == "all"  # a virtual GPU computes on this CPU
     if slow or here.memory < 5.5 * GiB:  # 6 GB cards have 5.8 for a process
         return Preset("tiny", "pretrained", 32, 128)
-    return Preset("bert-large-uncased" if here.memory > 14 * GiB else "bert-base-uncased", "random", 32, 128)
+    return Preset("bert-large-uncased" if here.memory > LARGE else "bert-base-uncased", "random", 32, 128)
 
 
 @dataclass(frozen=True)
@@ -398,47 +326,6 @@ def _one_gpu() -> int:
     count = torch.cuda.device_count()  # does not open CUDA, which would fix the choice
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     return count
-
-
-def hide_old_torchao():
-    """Kaggle and Colab have one beside which peft refuses to make adapters."""
-    if importlib.util.find_spec("torchao"):
-        version = importlib.metadata.version("torchao")
-        if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST_TORCHAO:
-            sys.modules["torchao"] = None
-
-
-def _wheels() -> list[Path]:
-    """The folders of wheels in the kit: attached, named by COURSE_KIT, or uploaded beside the notebook."""
-    kit = Path(os.environ.get("COURSE_KIT", "/kaggle/input"))
-    # Not deeper: a competition's data may be a million files.
-    found = [path for depth in ("", "*/", "*/*/", "*/*/*/") for path in kit.glob(f"{depth}wheels") if path.is_dir()]
-    return [*found, *(path for path in (Path("wheels"), Path("kit/wheels"), Path()) if any(path.glob("*.whl")))]
-
-
-def _install(package: str) -> bool:
-    """Add a package, from the kit or the network, without replacing anything that is here."""
-    sources = [("the kit", ["--no-index", *(f"--find-links={folder.resolve()}" for folder in _wheels())])]
-    if not _wheels():
-        sources.clear()
-    if _may_install:
-        sources.append(("the network", ["--retries=1", "--timeout=10"]))
-    for source, options in sources:
-        with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as constraints:
-            for installed in importlib.metadata.distributions():
-                if installed.metadata["Name"]:
-                    print(f"{installed.metadata['Name']}=={installed.version}", file=constraints)
-            constraints.flush()
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-            command = [*pip, f"--constraint={constraints.name}", *options, package]
-            done = subprocess.run(command, capture_output=True, text=True)
-        importlib.invalidate_caches()
-        if done.returncode == 0 and not importlib.util.find_spec(package):
-            site.addsitedir(site.getusersitepackages())  # where pip installs if the environment is read-only
-        if done.returncode == 0 and importlib.util.find_spec(package):
-            print(f"{package} {importlib.metadata.version(package)}: installed from {source}")
-            return True
-    return False
 
 
 def _quiet(here: Machine):

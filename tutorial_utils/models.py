@@ -76,6 +76,24 @@ def build(name: str, num_labels: int = 2, weights: str = "random", attention: st
     return AutoModelForSequenceClassification.from_config(settings, attn_implementation=attention).train()
 
 
+def fresh(name: str, num_labels: int, weights: str = "random", device="cpu", **options):
+    """The same model at each call: `build` from one seed, on a device."""
+    import torch
+
+    torch.manual_seed(0)
+    return build(name, num_labels, weights, **options).to(device)
+
+
+def without_dropout(model):
+    """The model, with the probability of each of its dropout layers at 0, also in training."""
+    import torch
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
 def untrained(settings, attention: str | None = None):
     """The classifier of a configuration without initial values: for fake tensors, where none exist."""
     from transformers import AutoModelForSequenceClassification

@@ -1,4 +1,7 @@
+from types import SimpleNamespace
+
 import pytest
+import strangers
 import torch
 from stranger import Ratings, regressor
 from torch.utils.data import DataLoader
@@ -8,11 +11,20 @@ from tutorial_utils import measure
 
 LESSON = lesson("01")
 COPIED = copied(LESSON)
+NO_SCALER = torch.amp.GradScaler(enabled=False)
+
+
+def loss_of(model, batch):
+    return model(**batch).loss
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [(" * share", ""), ("/ targets", "/ 32"), ("sum().item() / targets", "sum().item() / targets + 1e-3")],
+    [
+        (" * count(batch) / sum(map(count, window))", ""),
+        ("/ sum(map(count, window))", "/ 32"),
+        ("/ sum(map(count, window))", "/ sum(map(count, window)) + 1e-3 * loss_of(model, batch)"),
+    ],
     ids=["a lost share", "a wrong count", "a small bias"],
 )
 def test_proof_can_fail(old, new):
@@ -21,46 +33,195 @@ def test_proof_can_fail(old, new):
 
 def test_copied():
     """A regression: the same gradient as the large batch, also in a short window, in less memory."""
-    train_epoch = COPIED["train_epoch_accumulated"]
+    train = COPIED["train_accumulated"]
 
-    def gradient(batch_size, grad_accum_steps, count):
+    def gradient(batch_size, steps, count):
         model = regressor().double().eval()
-        before = [p.detach().clone() for p in model.parameters()]
+        before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-        loader = DataLoader(Ratings(count), batch_size=batch_size)
-        train_epoch(
-            model,
-            optimizer,
-            scheduler,
-            ({**b, "labels": b["labels"].double()} for b in loader),
-            grad_accum_steps,
-            max_norm=float("inf"),
-        )
-        return torch.cat([(b - p.detach()).flatten() for b, p in zip(before, model.parameters(), strict=True)])
+        loader = ({**b, "labels": b["labels"].double()} for b in DataLoader(Ratings(count), batch_size=batch_size))
+        train(model, optimizer, scheduler, loader, loss_of, NO_SCALER, steps, max_norm=float("inf"))
+        return before - torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
     for batch_size, steps, count in ((4, 4, 16), (4, 4, 8), (4, 4, 14)):
         whole = gradient(count, 1, count)
         in_parts = gradient(batch_size, steps, count)
         assert (in_parts - whole).norm() <= 1e-6 * whole.norm(), (batch_size, steps, count)
 
-    def peak(batch_size, grad_accum_steps):
+    def peak(batch_size, steps):
         model = regressor()
         optimizer = torch.optim.AdamW(model.parameters())
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
         loader = DataLoader(Ratings(64), batch_size=batch_size)
-        return measure.memory(
-            lambda: train_epoch(model, optimizer, scheduler, loader, grad_accum_steps), model, optimizer
-        ).peak
+        step = lambda: train(model, optimizer, scheduler, loader, loss_of, NO_SCALER, steps)  # noqa: E731
+        return measure.memory(step, model, optimizer).peak
 
     assert peak(8, 8) < 0.4 * peak(64, 1)
 
 
 def test_steps_the_optimizer_and_the_scheduler_once_a_window():
-    train_epoch = COPIED["train_epoch_accumulated"]
     model = regressor()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-    train_epoch(model, optimizer, scheduler, DataLoader(Ratings(40), batch_size=4), 4)
+    loader = DataLoader(Ratings(40), batch_size=4)
+    COPIED["train_accumulated"](model, optimizer, scheduler, loader, loss_of, NO_SCALER, 4)
     assert scheduler.last_epoch == 3  # 10 micro-batches in windows of 4
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_scaler_changes_nothing():
+    """In fp32, with a real scaler: gradients are scaled, and back before they are clipped."""
+
+    def trained(scaler):
+        model = regressor()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        loader = DataLoader(Ratings(40), batch_size=4)
+        COPIED["train_accumulated"](model, optimizer, scheduler, loader, loss_of, scaler, 4, max_norm=0.1)
+        return torch.nn.utils.parameters_to_vector(model.parameters())
+
+    torch.testing.assert_close(trained(torch.amp.GradScaler("cpu")), trained(NO_SCALER))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [{"labels": torch.zeros(7, 2)}, (torch.zeros(7), torch.zeros(7)), [{"ids": torch.zeros(7, 3)}, torch.zeros(7)]],
+    ids=["a dictionary", "a tuple", "inputs and targets"],
+)
+def test_texts_of_a_batch(batch):
+    assert COPIED["texts"](batch) == 7
+
+
+def same_weights(one, other, start):
+    """Whether two models moved to the same place, within a thousandth of their way."""
+    vector = torch.nn.utils.parameters_to_vector
+    way = (vector(one.parameters()) - vector(start.parameters())).norm()
+    apart = (vector(one.parameters()) - vector(other.parameters())).norm()
+    return way > 0 and apart <= 1e-3 * way
+
+
+def peak_of(step, model):
+    return measure.memory(step, model, torch.optim.SGD(model.parameters(), lr=0.0)).peak
+
+
+def test_in_a_strangers_classifier(stranger_files, capsys):
+    def arguments(batch_size):
+        files = dict(train=stranger_files / "train.csv", valid=stranger_files / "valid.csv")
+        return SimpleNamespace(model=stranger_files / "bert", **files, epochs=1, batch_size=batch_size)
+
+    mine = """
+import math
+
+def loss_of(model, batch):
+    return model(**batch.to(device)).loss
+"""
+    edits = {
+        "        train_one_epoch(model, train_loader, optimizer, scheduler)\n": "        model.train()\n"
+        "        train_accumulated(model, optimizer, scheduler, train_loader, loss_of,\n"
+        "                          torch.amp.GradScaler(enabled=False), 4, max_norm=float('inf'))\n",
+        "args.epochs * len(train_loader)": "args.epochs * math.ceil(len(train_loader) / 4)",
+    }
+    plain = strangers.load("classifier")
+    changed = strangers.load("classifier", LESSON.source("copy") + mine, edits)
+    before, after = plain.main(arguments(32)), changed.main(arguments(8))
+    one, other = capsys.readouterr().out.splitlines()
+    assert one == other, "the same accuracy"
+    torch.manual_seed(42)
+    start = plain.AutoModelForSequenceClassification.from_pretrained(stranger_files / "bert", num_labels=4)
+    assert same_weights(before, after, start)
+
+
+IN_A_COMPETITION = """
+import math
+
+def loss_of(model, batch):
+    inputs, labels = batch
+    inputs = {k: v.to(CFG.device) for k, v in inputs.items()}
+    with torch.autocast(CFG.device, enabled=CFG.apex):
+        loss = nn.SmoothL1Loss()(model(inputs), labels.to(CFG.device))
+    losses.append(loss.item())
+    return loss
+
+losses = []
+"""
+COMPETITION_EDITS = {
+    "        loss = train_fn(train_loader, model, criterion, optimizer, scheduler, scaler)\n": "        model.train()\n"
+    "        train_accumulated(model, optimizer, scheduler, train_loader, loss_of, scaler, 4, CFG.max_grad_norm)\n"
+    "        loss = np.mean(losses)\n",
+    "    batch_size = 32\n": "    batch_size = 8\n",
+    "= len(train_loader) * CFG.epochs": "= math.ceil(len(train_loader) / 4) * CFG.epochs",
+}
+
+
+def competition(files, monkeypatch, copied="", edits=None):
+    monkeypatch.setenv("DATA", str(files / "scores"))
+    monkeypatch.setenv("MODEL", str(files / "bert"))
+    return strangers.load("competition", copied, edits)
+
+
+@pytest.mark.parametrize("apex", [False, True], ids=["fp32", "autocast and a scaler"])
+def test_in_a_strangers_competition_script(stranger_files, monkeypatch, apex):
+    plain = competition(stranger_files, monkeypatch)
+    changed = competition(stranger_files, monkeypatch, LESSON.source("copy") + IN_A_COMPETITION, COMPETITION_EDITS)
+    plain.CFG.apex = changed.CFG.apex = apex
+    (before, submission), (after, submitted) = plain.main(), changed.main()
+    torch.manual_seed(42)
+    if not apex:  # which rounds to bf16
+        assert same_weights(before, after, plain.CustomModel())
+    assert (submission.id == submitted.id).all() and submitted.notna().all(axis=None)
+    distance = (submission - submitted).abs().max().max()
+    assert distance <= (0.05 if apex else 1e-3), f"predictions are {distance} apart"
+
+
+def test_a_competition_script_takes_less_memory(stranger_files, monkeypatch):
+    plain = competition(stranger_files, monkeypatch)
+    changed = competition(stranger_files, monkeypatch, LESSON.source("copy") + IN_A_COMPETITION, COMPETITION_EDITS)
+
+    def peak(script, size, train):
+        script.CFG.apex = False
+        model = script.CustomModel().to(script.CFG.device)
+        optimizer = torch.optim.AdamW(script.get_optimizer_params(model))
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        frame = script.pd.read_csv(stranger_files / "scores" / "train.csv").iloc[:32]
+        tokenizer = script.AutoTokenizer.from_pretrained(script.CFG.model)
+        loader = DataLoader(script.TextDataset(frame, tokenizer), size)
+        return measure.memory(lambda: train(script, loader, model, optimizer, scheduler), model, optimizer).peak
+
+    def accumulated(script, loader, model, optimizer, scheduler):
+        script.train_accumulated(model, optimizer, scheduler, loader, script.loss_of, NO_SCALER, 4)
+
+    def as_it_was(script, loader, model, optimizer, scheduler):
+        script.train_fn(loader, model, script.nn.SmoothL1Loss(), optimizer, scheduler, NO_SCALER)
+
+    ratio = peak(changed, 8, accumulated) / peak(plain, 32, as_it_was)
+    assert ratio < 0.6, ratio
+
+
+def test_in_a_strangers_decoder(stranger_files, capsys):
+    mine = """
+import math
+
+def loss_of(model, batch):
+    return model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
+
+def tokens(batch):
+    return (batch["labels"][:, 1:] != -100).sum().item()
+"""
+    call = "train_accumulated(model, optimizer, scheduler, loaders[0], loss_of,\n" + " " * 26
+    call += "torch.amp.GradScaler(enabled=False), 4, count=tokens)"
+    edits = {
+        "LR, BATCH_SIZE, EPOCHS = 96, 1e-3, 16, 1": "LR, BATCH_SIZE, EPOCHS = 96, 1e-3, 4, 1",
+        "        train(model, loaders[0], optimizer, scheduler)\n": f"        model.train()\n        {call}\n",
+        "EPOCHS * len(loaders[0])": "EPOCHS * math.ceil(len(loaders[0]) / 4)",
+    }
+    plain = strangers.load("decoder")
+    changed = strangers.load("decoder", LESSON.source("copy") + mine, edits)
+    unweighted = strangers.load("decoder", LESSON.source("copy") + mine, {
+        old: new.replace(", count=tokens", "") for old, new in edits.items()})  # fmt: skip
+    files = [stranger_files / name for name in ("llama", "bert", "train.jsonl", "valid.jsonl")]
+    before, after, means = plain.main(*files), changed.main(*files), unweighted.main(*files)
+    start = plain.AutoModelForCausalLM.from_pretrained(stranger_files / "llama")
+    assert same_weights(before, after, start)
+    assert not same_weights(before, means, start), "the mean of means is another gradient"
+    assert "perplexity" in capsys.readouterr().out

@@ -31,7 +31,7 @@ def counted(step):
         step()
     except torch.OutOfMemoryError:
         return None
-    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - 2 * predict.WORKSPACE
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - 2 * predict.allocator.WORKSPACE
 """
 PUBLISHED = """
 _, micro, length, checkpoint, optimizer, freeze = LADDER[{row!r}]

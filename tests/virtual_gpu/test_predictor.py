@@ -134,7 +134,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 step(model, optimizer, inputs)
 torch.cuda.reset_peak_memory_stats()
 step(model, optimizer, inputs)
-print(predicted, torch.cuda.memory_stats()["requested_bytes.all.peak"] - 2 * predict.WORKSPACE)
+print(predicted, torch.cuda.memory_stats()["requested_bytes.all.peak"] - 2 * predict.allocator.WORKSPACE)
 """
 
 

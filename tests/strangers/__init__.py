@@ -1,0 +1,61 @@
+"""Training scripts that know nothing of this course, complete as people write them, and what they read.
+
+A lesson's technique is put into each of them as its page says: the copied cell, and a few lines changed.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+from tutorial_utils import data
+
+HERE = Path(__file__).parent
+ROWS = {"train": 128, "valid": 40}  # whole batches of 32, also of three folds of four
+
+
+def load(name: str, copied: str = "", edits: dict[str, str] | None = None) -> ModuleType:
+    """The script as a module: the copied cell before its first definition, and each of these lines replaced."""
+    script = (HERE / f"{name}.py").read_text()
+    for old, new in (edits or {}).items():
+        assert script.count(old) == 1, f"{name}.py has {script.count(old)} of {old!r}"
+        script = script.replace(old, new)
+    first = min(script.index(start) for start in ("\ndef ", "\nclass ") if start in script)
+    module = ModuleType(name)
+    exec(compile(script[:first] + "\n\n" + copied + "\n" + script[first:], f"<{name}>", "exec"), vars(module))
+    return module
+
+
+def write_files(folder: Path) -> Path:
+    """What the scripts read: CSV and JSON lines of texts, a BERT and a Llama without dropout, no index of a hub."""
+    import pandas
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    corpus, start = data.load(), 0
+    for split, count in ROWS.items():
+        rows = [corpus.train[i] for i in range(start, start + count)]
+        start += count
+        pandas.DataFrame(rows).to_csv(folder / f"{split}.csv", index=False)
+        with open(folder / f"{split}.jsonl", "w") as lines:
+            for row in rows:
+                words = row["text"].split()
+                half = {"prompt": " ".join(words[:8]), "completion": " ".join(words[8:24]) or "nothing more"}
+                print(json.dumps(half), file=lines)
+    (folder / "scores").mkdir()
+    scores = pandas.read_csv(folder / "train.csv")
+    scores["id"] = range(len(scores))
+    scores["wording"] = scores.text.str.len().clip(upper=400) / 200 - 1
+    scores["content"] = scores.label / 2 - 1
+    scores.to_csv(folder / "scores" / "train.csv", index=False)
+    scores[["id", "text"]].iloc[:50].to_csv(folder / "scores" / "test.csv", index=False)  # without labels
+    shutil.copytree(data.TINY, folder / "bert")
+    settings = json.loads((folder / "bert" / "config.json").read_text())
+    settings |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (folder / "bert" / "config.json").write_text(json.dumps(settings))
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+    AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=len(data.tokenizer()), **sizes)).save_pretrained(
+        folder / "llama"
+    )
+    return folder

@@ -1,0 +1,240 @@
+"""What would this step cost on a GPU that is not here? `step_memory` runs it under fake tensors.
+
+Every operation of the forward pass, the backward pass and the optimizer is executed with shapes
+only: nothing is allocated or computed. `measure.Tracker` follows the storages as in a real run.
+"""
+
+import copy
+import gc
+import importlib.util
+import inspect
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_map_only
+
+from .. import kernels, machine, measure, models, names, packages
+from ..check import accept
+from . import patches
+from .allocator import add_card, context
+from .fake import Shapes
+
+__all__ = ["OPTIMIZERS", "PRECISIONS", "Prediction", "context", "step_memory"]
+MOST = 1_000_000  # of texts, tokens and the like: beyond it sizes in bytes overflow
+OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "sgd")
+PRECISIONS = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16, "bf16-pure": None}  # of autocast
+
+_one_at_a_time = threading.RLock()  # functions of torch are replaced for the whole process
+
+
+@dataclass
+class Prediction(measure.Memory):
+    """The cost of a step that did not run, in bytes: the fields of `measure.Memory`, and
+
+    card_bytes: what the card must have, at most: `reserved` and the CUDA context; card_parts says what for.
+    fits: whether the named card has that; seconds: what it took to know. None where the device is a CPU, or
+    no card was named.
+    """
+
+    card_bytes: int | None = None
+    card_parts: dict[str, int] = field(default_factory=dict)
+    fits: bool | None = None
+    seconds: float = 0.0
+
+
+@measure.interrupted_later()
+def step_memory(
+    model,
+    batch: int | None = None,
+    length: int | None = None,
+    *,
+    optimizer: str | Callable = "adamw",
+    precision: str = "fp32",
+    attention: str | None = None,
+    padded: bool = False,
+    accumulate: int = 1,
+    checkpointing: int = 0,
+    freeze_layers: int = 0,
+    lora: int = 0,
+    prepare: Callable | None = None,
+    step: Callable | None = None,
+    inputs: dict | None = None,
+    num_labels: int = 2,
+    device: str | machine.Machine = "cuda",
+    card: str | int | None = None,
+    limit: int | None = None,
+) -> Prediction:
+    """The memory of one training step, in steady state. Nothing is allocated, downloaded or computed.
+
+    model: a name of facts/models.toml or a transformers configuration, for a sequence classifier; or a
+    function without arguments that returns any module.
+    batch, length: of one micro-batch; padded: whether the batch holds padding, by which transformers and CUDA
+    choose the attention kernel. inputs: the forward's arguments by name, as tensors, in their place.
+    Of a mask that it is given nobody looks at the values: without padding, leave it out.
+    accumulate: micro-batches a step; two are executed, the second of which is the most expensive, since it meets
+    the gradients of the first, as all others do.
+    optimizer: one of OPTIMIZERS over what requires gradients, or a function of the model that returns one; torch's
+    default for the device is taken ("foreach" on CUDA) where it does not say.
+    precision: "fp32", "bf16" (autocast), "fp16" (autocast with GradScaler), or "bf16-pure" (the weights too).
+    checkpointing: every how many layers; 0 is none. freeze_layers: the first so many, and what comes before them.
+    lora: the rank of peft's adapters. prepare: a function of the model, for anything else before training.
+    step: a reader's own step(model, optimizer, inputs) in place of the built one; "cuda" in it is understood.
+    device: "cuda" or "cpu", which save different tensors; or this machine, as `machine.start` gives it, with its card.
+    card: a GPU of facts/gpus.toml or a size such as "6 GiB", by which kernels are chosen and the verdict given; else
+    memory-efficient attention, which every card has, and no buffers that depend on the number of multiprocessors.
+    limit: on tensor memory in bytes, as `card` in `measure.memory`: torch.OutOfMemoryError where it is passed.
+    Raises ValueError for what it does not cover, ImportError where bitsandbytes or peft is needed and missing.
+    """
+    from transformers import PretrainedConfig
+
+    started = time.perf_counter()
+    if isinstance(device, machine.Machine):
+        card, device = card or machine.this_gpu(), device.device
+    gpu = None if card is None else machine.gpu(card)
+    settings = models.config(model, num_labels) if isinstance(model, str) else model
+    sizes = dict(accumulate=accumulate, checkpointing=checkpointing, freeze_layers=freeze_layers, lora=lora)
+    names = {"precision": precision, "device": device} | ({} if callable(optimizer) else {"optimizer": optimizer})
+    known = isinstance(settings, PretrainedConfig) or callable(settings) and not isinstance(settings, torch.nn.Module)
+    accept(known, "model", model, "a name, a configuration, or a function that returns a module")
+    accept(not inspect.isclass(optimizer), "optimizer", optimizer, "a name, or a function of the model that makes one")
+    for name, given in (("prepare", prepare), ("step", step)):
+        accept(given is None or callable(given), name, given, "a function")
+    known = inputs is None or isinstance(inputs, Mapping) and ("labels" in inputs if step is None else inputs)
+    accept(known, "inputs", inputs, "the forward's arguments by name, and the labels for the step that is built")
+    accept(type(padded) is bool, "padded", padded, "True or False")
+    accept(limit is None or type(limit) is int and limit >= 1, "limit", limit, "bytes, 1 or more")
+    _check(settings, sizes | ({"batch": batch, "length": length} if inputs is None else {}), names, lora)
+    if step is not None and (accumulate > 1 or PRECISIONS[precision] is not None):
+        raise ValueError("accumulate and precision say what the built step does; a step of your own does it itself")
+    with _one_at_a_time, Shapes() as fake, ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Accessing the data pointer")  # a copy asks whether there is one
+        if gc.isenabled():  # a fifth of the time, for nothing: what dies here dies by its reference count
+            gc.disable()
+            stack.callback(gc.enable)
+        stack.enter_context(patches.own_overrides())
+        stack.enter_context(patches.applied(device, patches.Here(gpu, fake)))
+        network = settings() if callable(settings) else models.untrained(settings, attention)
+        accept(isinstance(network, torch.nn.Module), "what model returned", network, "a torch.nn.Module")
+        network.train()
+        if not all(isinstance(parameter, FakeTensor) for parameter in network.parameters()):
+            raise ValueError("model returned a module that was there before; accepted: a function that makes it")
+        stack.enter_context(patches.without_torchscript(network))
+        network = _prepared(network, precision, checkpointing, freeze_layers, lora, prepare)
+        if any(isinstance(module, torch.nn.RNNBase) for module in network.modules()):
+            raise ValueError("model has recurrent modules, whose memory is in their kernels: not predicted")
+        network.register_forward_pre_hook(lambda *_: setattr(fake, "inside", type(network).__name__))
+        network.register_forward_hook(lambda *_: setattr(fake, "inside", None), always_call=True)
+        chosen = _optimizer(optimizer, network, device)
+        if inputs is None:
+            inputs = _text(network, batch, length, padded)
+        inputs = copy.copy(inputs)  # a tokenizer's is no dict, and has .to
+        inputs.update(tree_map_only(torch.Tensor, fake.from_tensor, dict(inputs)))
+        if step is None:
+            for parameter in network.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.empty_like(parameter)
+            chosen.step()  # the state of the steps before
+            chosen.zero_grad()
+        held = kernels.OnCuda(gpu) if device == "cuda" else kernels.on_cpu
+        with measure.Tracker(network, chosen, inputs, limit, held) as tracker:
+            if step is None:
+                _step(network, chosen, inputs, precision, accumulate)
+            else:
+                step(network, chosen, inputs)
+                tracker.restart()
+                step(network, chosen, inputs)
+    result = Prediction(**vars(tracker.report()))
+    if device == "cuda":
+        add_card(result, tracker, gpu)
+    result.seconds = time.perf_counter() - started
+    return result
+
+
+def _step(network, optimizer, inputs, precision, accumulate):
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+    for _ in range(min(accumulate, 2)):
+        with torch.autocast("cpu", PRECISIONS[precision], enabled=PRECISIONS[precision] is not None):
+            output = network(**{name: value for name, value in inputs.items() if name != "labels"})
+            accept(hasattr(output, "logits"), "what the model returned", output, "its logits, or a step of your own")
+            logits, output = output.logits, None
+            loss = torch.nn.functional.cross_entropy(logits, inputs["labels"])
+        scaler.scale(loss / accumulate if accumulate > 1 else loss).backward()
+        del logits, loss
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+def _text(network, batch, length, padded):
+    accepted = inspect.signature(getattr(network, "get_base_model", lambda: network)().forward).parameters
+    names = [name for name in ("input_ids", "token_type_ids", "attention_mask") if name in accepted]
+    text = {name: torch.ones(batch, length, dtype=torch.long) for name in names}
+    if not padded and getattr(network, "_supports_sdpa", True):
+        text["attention_mask"] = None  # a real run drops a mask of ones; a fake one cannot look into it
+    return text | {"labels": torch.zeros(batch, dtype=torch.long)}
+
+
+def _prepared(network, precision, checkpointing, freeze_layers, lora, prepare):
+    if precision == "bf16-pure":
+        network.to(torch.bfloat16)
+    if freeze_layers:
+        layers = max((p for p in network.modules() if isinstance(p, torch.nn.ModuleList)), key=len, default=())
+        accept(freeze_layers <= len(layers), "freeze_layers", freeze_layers, f"up to this model's {len(layers)}")
+        parameters = list(network.parameters())  # in the order of the model's parts
+        last = list(layers[freeze_layers - 1].parameters())[-1]
+        for parameter in parameters[: 1 + next(i for i, p in enumerate(parameters) if p is last)]:
+            parameter.requires_grad_(False)
+    if lora:
+        packages.hide_old_torchao()
+        from peft import LoraConfig, get_peft_model
+        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
+
+        targets = KNOWN.get(network.config.model_type, ["Wqkv", "q_lin", "v_lin"])  # ModernBERT's, DistilBERT's
+        network = get_peft_model(network, LoraConfig(task_type="SEQ_CLS", r=lora, target_modules=targets))
+    if checkpointing:
+        names.checkpoint_layers(network, checkpointing)
+    if prepare is not None:
+        prepare(network)
+    return network
+
+
+def _optimizer(optimizer, network, device):
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    with unset_fake_temporarily():
+        if callable(optimizer):
+            chosen = optimizer(network)
+            accept(hasattr(chosen, "param_groups"), "what optimizer returned", chosen, "a torch.optim.Optimizer")
+        elif optimizer == "adamw8bit":
+            import bitsandbytes
+
+            chosen = bitsandbytes.optim.AdamW8bit(trained, lr=1e-3)
+        else:
+            by_name = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
+            chosen = by_name[optimizer](trained, lr=1e-3)
+    for group in chosen.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            # torch's own default on CUDA, which it would not choose for fake tensors; not for Adafactor
+            group["foreach"] = device == "cuda" and not isinstance(chosen, torch.optim.Adafactor)
+    return chosen
+
+
+def _check(settings, sizes, names, lora):
+    for name, value in sizes.items():
+        least = 0 if name in ("checkpointing", "freeze_layers", "lora") else 1
+        accept(type(value) is int and least <= value <= MOST, name, value, f"a whole number, {least} to {MOST:,}")
+    longest, length = None if callable(settings) else models.positions(settings), sizes.get("length", 0)
+    accept(longest is None or length <= longest, "length", length, f"up to {longest}, the positions this model has")
+    accepted = {"optimizer": OPTIMIZERS, "precision": tuple(PRECISIONS), "device": ("cuda", "cpu")}
+    for name, value in names.items():
+        more = ", or a function of the model" if name == "optimizer" else ""
+        accept(isinstance(value, str) and value in accepted[name], name, value, ", ".join(accepted[name]) + more)
+    for package, wanted in (("bitsandbytes", names.get("optimizer") == "adamw8bit"), ("peft", lora)):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise ImportError(f"adamw8bit is of bitsandbytes, lora of peft; not installed: pip install {package}")

@@ -1,0 +1,129 @@
+"""The fake mode of a prediction: tensors with shapes, and no values."""
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+_LIKE_THEIR_INPUT = {f"aten::_foreach_{name}" for name in ("add", "sub", "mul", "div", "sqrt", "neg", "pow", "lerp")}
+_UNKNOWN = object()
+
+
+class Shapes(FakeTensorMode):
+    """Fake tensors that answer what only data could, where the answer changes no size, and refuse elsewhere.
+
+    What an operation gives for arguments of the same shapes is remembered, as FakeTensorMode itself does, at a
+    third of its cost: most operations of a Transformer come again in every layer.
+    """
+
+    def __init__(self):
+        # Not only fake inputs: bitsandbytes' table of 8-bit values is computed when it is constructed.
+        super().__init__(allow_non_fake_inputs=True)
+        self.inside = None  # the network's name, while its forward runs
+        self.known = {}  # operation and arguments → shape, stride and type of each result, or None
+
+    def __deepcopy__(self, memo):
+        return self  # a parameter's copy, as peft makes of a classifier, belongs to the same mode
+
+    def _refusal(self, func):
+        return ValueError(
+            f"{self.inside or 'the step'} needs the values of a tensor ({func}), which a prediction does not have; "
+            f"accepted: steps whose shapes follow from their inputs' shapes. Run this one, with measure.memory"
+        )
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            kwargs = kwargs | {"device": torch.device("cpu")}
+        for answer in (self._scalar, _foreach, self._end_of_sequence):
+            if (found := answer(func, args)) is not _UNKNOWN:
+                return found
+        try:
+            key = func, _metadata(args), _metadata(tuple(kwargs.items()))
+            known = self.known.get(key)
+        except TypeError:
+            key, known = None, None  # not to be compared
+        if known == "in place":
+            return args[0]
+        if known:
+            made = [self._made(args, *sizes) for sizes in known]
+            return made[0] if len(made) == 1 else tuple(made)
+        try:
+            result = self.dispatch(func, types, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+            raise self._refusal(func) from error
+        if key is not None and key not in self.known and key[1] == _metadata(args):
+            self.known[key] = _results(func, args, result)
+        return result
+
+    def _scalar(self, func, args):
+        """Outside the network a number is a norm, a count of steps or a loss to print; a truth value is a choice."""
+        if func is aten._local_scalar_dense.default:
+            if not self.inside and args[0].dtype != torch.bool:
+                return 10.0 if args[0].is_floating_point() else 1
+            if getattr(args[0], "constant", None) is None:
+                raise self._refusal(func)
+        return _UNKNOWN
+
+    def _end_of_sequence(self, func, args):
+        """T5's and BART's classifiers read each text's last token, after a look whether all have as many."""
+        if self.inside and self.inside.endswith("ForSequenceClassification"):
+            if func is aten.unique_consecutive.default:
+                return args[0].new_empty(1), args[0].new_empty(0), args[0].new_empty(0)
+            if func is aten.index.Tensor and args[0].dim() == 3 and [t.dtype for t in args[1]] == [torch.bool]:
+                return args[0][:, 0].clone()
+        return _UNKNOWN
+
+    def _made(self, args, is_view, shape, stride, offset, dtype):
+        if is_view:
+            tensor = torch.empty(0, dtype=dtype, device="meta").set_(args[0].untyped_storage(), offset, shape, stride)
+        else:
+            tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return FakeTensor(self, tensor, torch.device("cpu"))
+
+
+def _foreach(func, args):
+    """Fake tensors would take the lists apart, which is three quarters of a prediction's time."""
+    name = func._schema.name
+    if name.startswith("aten::_foreach_"):
+        if name.endswith("_"):
+            return None
+        if name in _LIKE_THEIR_INPUT:
+            return [torch.empty_like(tensor) for tensor in args[0]]
+    return _UNKNOWN
+
+
+def _metadata(value):
+    if isinstance(value, FakeTensor) and value.constant is None:
+        return value.shape, value.stride(), value.storage_offset(), value.dtype
+    if isinstance(value, torch.Tensor):
+        raise TypeError
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_metadata, value))
+    return type(value), value
+
+
+def _results(func, args, result):
+    """How to make the results again, if each is a view of the first argument, or has a whole storage of its own."""
+    if result is not None and args and result is args[0] and func._schema.name.endswith("_"):
+        return "in place"
+    made = []
+    storages = {t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, torch.Tensor)}
+    for one in result if isinstance(result, tuple) else (result,):
+        if not isinstance(one, FakeTensor) or one.constant is not None or any(one is a for a in args):
+            return None
+        storage, first = one.untyped_storage(), args[0] if args else None
+        is_view = func.is_view and storage._cdata == first.untyped_storage()._cdata
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(one.shape, one.stride()))
+        whole = not one.storage_offset() and storage.nbytes() == extent * one.itemsize
+        if not is_view and (storage._cdata in storages or not whole):
+            return None
+        storages.add(storage._cdata)
+        made.append((is_view, tuple(one.shape), one.stride(), one.storage_offset(), one.dtype))
+    return made
