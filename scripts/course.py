@@ -5,6 +5,7 @@ course.py lesson 01             re-run one lesson in place and stamp its card
 course.py record [--only 01 …]  run them, times settled, and write facts/bounds/<machine>.json; needs no jupyter.
                                 On a CPU the notebooks' outputs and cards too, of the same run. On a virtual GPU
                                 that computes no numbers: the bytes at real size, in facts/bounds/real-size
+course.py new 19 packing        an empty lesson: its notebook, its facts, its tests, which say what is missing
 
 Ctrl-C ends it: the results so far are written and shown, no kernel is left, exit 130.
 """
@@ -23,14 +24,18 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from contextlib import contextmanager, suppress
 from datetime import date
 from pathlib import Path
+
+import new_lesson
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 NOTEBOOKS, REPORTS = ROOT / "notebooks", ROOT / "reports"
+FACTS = ROOT / "tutorial_utils" / "facts" / "lessons"
 CELL_TIMEOUT = 300
 
 
@@ -50,9 +55,9 @@ def run_lesson(path: Path, keep: Path | None = None, folder: Path | None = None,
     keep: where the executed notebook goes, when jupyter is there to execute one; not over itself where it failed.
     folder: where to run, in place of a foreign folder with the course on its path.
     """
-    content = json.loads(path.read_text(encoding="utf-8"))
-    result = blank(path, "passed")
-    missing = [name for name in content["metadata"]["course"]["needs"] if not importlib.util.find_spec(name)]
+    result, facts = blank(path, "passed"), FACTS / f"{path.stem}.toml"
+    needs = tomllib.loads(facts.read_text(encoding="utf-8"))["needs"] if facts.exists() else []
+    missing = [name for name in needs if not importlib.util.find_spec(name)]
     if missing:
         return {**result, "status": "skipped", "reason": f"needs {', '.join(missing)}"}
     started = time.perf_counter()
@@ -349,10 +354,21 @@ def main(given: list[str] | None = None) -> int:
     commands.add_parser("run").add_argument("--only", nargs="+")
     commands.add_parser("lesson").add_argument("number")
     commands.add_parser("record").add_argument("--only", nargs="+")
+    new = commands.add_parser("new")
+    new.add_argument("number")
+    new.add_argument("name")
+    new.add_argument("kind", nargs="?", default="technique")
     execution = commands.add_parser("execute")
     for name in ("path", "executed", "wrong"):
         execution.add_argument(name, type=Path)
     arguments = parser.parse_args(given)
+    if arguments.command == "new":
+        try:
+            made = new_lesson.make(ROOT, arguments.number, arguments.name, arguments.kind)
+        except (ValueError, FileExistsError) as error:
+            parser.error(str(error))
+        print(*(path.relative_to(ROOT) for path in made), "now: python scripts/stamp.py", sep="\n")
+        return 0
     if arguments.command == "execute":
         if arguments.path.suffix != ".ipynb" or not arguments.path.is_file():
             parser.error(f"no notebook at {str(arguments.path)!r}: give the path of one")

@@ -1,7 +1,7 @@
 """Stamp what is generated into the lessons and README: badges, cards, the setup cell, the tables.
 
 The course's public address is one setting, `repository` under [tool.course] in pyproject.toml, empty
-where there is none. Run it after changing that, a lesson's metadata, a recording or the comparison of predictors:
+where there is none. Run it after changing that, a lesson's facts, a recording or the comparison of predictors:
 python scripts/stamp.py [--check]   (--check writes nothing and fails where something is stale)
 """
 
@@ -67,9 +67,7 @@ def linked(text: str, address: str) -> str:
         return f"[{found[0]}]({place}{files[found[1]]})" if found[1] in files else found[0]
 
     plain = re.sub(r"\[((?:[Ll]esson )?(\d\d))\]\([^)]*\2_\w+\.ipynb\)", r"\1", text)
-    many = re.sub(
-        r"\b[Ll]essons \d\d(?:(?:, | and | or | to )\d\d)+", lambda m: re.sub(r"(\d\d)", link, m[0]), plain
-    )
+    many = re.sub(r"\b[Ll]essons \d\d(?:(?:, | and | or | to )\d\d)+", lambda m: re.sub(r"(\d\d)", link, m[0]), plain)
     return re.sub(r"\b[Ll]esson (\d\d)\b", link, many)
 
 
@@ -99,10 +97,10 @@ def setup(address: str) -> str:
     return SETUP.read_text(encoding="utf-8").strip("\n").replace('REPOSITORY = ""', f'REPOSITORY = "{address}"')
 
 
-def readme_table(notebooks: dict[str, dict]) -> str:
+def readme_table(names: list[str]) -> str:
     lines = ["| lesson | what it does | memory | time | on |", "|---|---|---|---|---|"]
-    for name, content in notebooks.items():
-        course = content["metadata"]["course"]
+    for name in names:
+        course = bounds.facts(name)
         link = f"[{name[:2]} {course['title']}](notebooks/{name}.ipynb)"
         for position, (there, run) in enumerate(recorded(name) or [({}, {"figures": {}})]):
             figures = run["figures"]
@@ -115,15 +113,15 @@ def readme_table(notebooks: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def techniques_table(notebooks: dict[str, dict]) -> str:
+def techniques_table(names: list[str]) -> str:
     """What each technique costs, from the recorded figures, and what it changes, from the lessons themselves."""
     columns = {"memory": "memory_ratio", "time": "time_ratio", "BERT-large, predicted": "bert_large_memory_ratio"}
     lines = [
         "| technique | machine | " + " | ".join(columns) + " | what it changes | where it does not help |",
         "|---|---|" + "---|" * len(columns) + "---|---|",
     ]
-    for name, content in notebooks.items():
-        course = content["metadata"]["course"]
+    for name in names:
+        course = bounds.facts(name)
         for position, (there, run) in enumerate(recorded(name) or [({}, {"figures": {}})]):
             figures = run["figures"]
             if figures and not any("ratio" in figure for figure in figures):
@@ -268,10 +266,10 @@ def between(text: str, name: str, content: str) -> str:
 
 def stamped(address: str) -> dict[Path, str]:
     """The text that each generated file should have."""
-    texts, notebooks = {}, {}
+    texts = {}
     for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")):
         content = json.loads(path.read_text(encoding="utf-8"))
-        course = content["metadata"]["course"]
+        course = bounds.facts(path.stem)
         for cell in content["cells"]:
             tags = cell["metadata"].get("tags", [])
             for tag, text in (
@@ -283,15 +281,14 @@ def stamped(address: str) -> dict[Path, str]:
                     cell["source"] = text.splitlines(keepends=True)
             if cell["cell_type"] == "markdown":
                 cell["source"] = linked("".join(cell["source"]), address).splitlines(keepends=True)
-        notebooks[path.stem] = content
         texts[path] = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     recording = ROOT / "notebooks" / "record_on_your_gpu.ipynb"
     texts[recording] = re.sub(
         r'REPOSITORY = \\".*?\\"', lambda _: f'REPOSITORY = \\"{address}\\"', recording.read_text(encoding="utf-8")
     )
     readme = ROOT / "README.md"
-    texts[readme] = between(readme.read_text(encoding="utf-8"), "lessons", readme_table(notebooks))
-    texts[readme] = between(texts[readme], "techniques", techniques_table(notebooks))
+    texts[readme] = between(readme.read_text(encoding="utf-8"), "lessons", readme_table(bounds.lessons()))
+    texts[readme] = between(texts[readme], "techniques", techniques_table(bounds.lessons()))
     for path, name, table in ((COMPARED, "predictors", predictors_table), (DECISIONS, "decisions", decisions_table)):
         if path.exists():  # else what was found elsewhere stays
             texts[readme] = between(texts[readme], name, table(json.loads(path.read_text(encoding="utf-8"))))

@@ -9,6 +9,8 @@ import linecache
 import symtable
 from pathlib import Path
 
+from tutorial_utils import bounds
+
 ROOT = Path(__file__).resolve().parents[1]
 _numbers = itertools.count()
 LESSONS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
@@ -29,7 +31,7 @@ class Lesson:
     def __init__(self, path: Path):
         self.path, self.name = path, path.stem
         self.content = json.loads(path.read_text())
-        self.course = self.content["metadata"]["course"]
+        self.course = bounds.facts(path.stem)
         self.cells = self.content["cells"]
         self.code = [cell for cell in self.cells if cell["cell_type"] == "code"]
         # The evidence, folded, is the second of two parts.

@@ -4,7 +4,6 @@ import configparser
 import dataclasses
 import json
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -166,7 +165,7 @@ def test_figures_and_bounds_must_match():
 
 
 def test_every_bound_says_why_and_can_fail():
-    facts = tomllib.loads((bounds.FACTS / "bounds.toml").read_text())
+    facts = {name: bounds._bounds(name) for name in bounds.lessons()}
     assert set(facts) == {lesson.name for lesson in lessons()}
     for lesson, figures in facts.items():
         for name, bound in figures.items():
@@ -252,13 +251,20 @@ def test_claims_get_their_verdicts(monkeypatch):
 def own_facts(tmp_path, monkeypatch):
     """A course of one lesson, whose figure `gain` a CPU cannot have and `error` needs a package."""
     monkeypatch.setattr(bounds, "FACTS", tmp_path)
-    (tmp_path / "bounds.toml").write_text(
-        '[a.gain]\nwhy = "w"\ncuda = [1, 2]\n[a.error]\nwhy = "w"\nneeds = "json"\ncpu = [1, 2]\ncuda = [1, 2]\n'
-    )
-    (tmp_path / "claims.toml").write_text(
-        '[x]\nlesson = "a"\nsource = "s"\nclaim = "c"\nclaimed = 2\nfigure = "gain"\nbelow = true\nneeds = "a GPU"\n'
-    )
-    return tmp_path
+    (tmp_path / "lessons").mkdir()
+    (tmp_path / "lessons" / "a.toml").write_text("""
+[figures]
+gain = { why = "w", cuda = [1, 2] }
+error = { why = "w", needs = "json", cpu = [1, 2], cuda = [1, 2] }
+[claims.x]
+source = "s"
+claim = "c"
+claimed = 2
+figure = "gain"
+below = true
+needs = "a GPU"
+""")
+    return tmp_path / "lessons" / "a.toml"
 
 
 def test_a_figure_is_expected_where_it_can_be_had(own_facts):
@@ -266,12 +272,12 @@ def test_a_figure_is_expected_where_it_can_be_had(own_facts):
         assert bounds.compare("a", {"error": 1.5}).bounds[0].inside
         with pytest.raises(ValueError, match="each figure needs its bound"):
             bounds.compare("a", {"error": 1.5, "gain": 1.5})
-    (own_facts / "bounds.toml").write_text('[a.error]\nwhy = "w"\nneeds = "no_such_package"\ncpu = [1, 2]\n')
+    own_facts.write_text('[figures.error]\nwhy = "w"\nneeds = "no_such_package"\ncpu = [1, 2]\n')
     assert bounds.compare("a", {}).bounds == []
 
 
 def test_a_special_case_has_the_bounds_of_its_class_unless_it_has_its_own(own_facts, monkeypatch):
-    (own_facts / "bounds.toml").write_text('[a.gain]\nwhy = "w"\ncpu = [1, 2]\ncpu-fp16 = [3, 4]\ncuda = [5, 6]\n')
+    own_facts.write_text('[figures.gain]\nwhy = "w"\ncpu = [1, 2]\ncpu-fp16 = [3, 4]\ncuda = [5, 6]\n')
     here = dataclasses.replace(machine.facts(), device="cpu", bf16=True, cores=2, bf16_units="amx")
     machines = {1.5: here, 3.5: dataclasses.replace(here, bf16=False), 5.5: dataclasses.replace(here, device="cuda")}
     for value, there in machines.items():
@@ -280,7 +286,7 @@ def test_a_special_case_has_the_bounds_of_its_class_unless_it_has_its_own(own_fa
 
 
 def test_times_of_a_class_that_no_one_recorded_are_not_judged(own_facts, monkeypatch, capsys):
-    (own_facts / "bounds.toml").write_text('[a.gain]\nwhy = "w"\ncpu = [1, 2]\ncuda = []\n')
+    own_facts.write_text('[figures.gain]\nwhy = "w"\ncpu = [1, 2]\ncuda = []\n')
     gpu = dataclasses.replace(machine.facts(), device="cuda", bf16=False)
     many = dataclasses.replace(machine.facts(), device="cpu", bf16=True, cores=64)
     for there, value in ((gpu, 9.0), (gpu, measure.Figure(9.0)), (many, measure.Figure(9.0))):
@@ -307,7 +313,7 @@ def test_write_leaves_nothing_half_written(tmp_path):
 
 
 def test_nbval_passes_over_what_only_one_kind_of_machine_has():
-    known = tomllib.loads((bounds.FACTS / "bounds.toml").read_text(encoding="utf-8"))
+    known = {name: bounds._bounds(name) for name in bounds.lessons()}
     one_sided = {
         name
         for figures in known.values()

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import new_lesson
 import pytest
 
 from notebooks import ROOT, code_lines, lessons, printed, source, tags
@@ -14,16 +15,6 @@ from tutorial_utils.figures import size
 LESSONS = pytest.mark.parametrize("lesson", lessons(), ids=lambda lesson: lesson.name)
 TWO_PARTS = pytest.mark.parametrize("lesson", [one for one in lessons() if one.two_parts], ids=lambda one: one.name)
 # A lesson has two parts: one that teaches, and the evidence. Those that are still one piece have the older sections.
-PARTS = {
-    "technique": [
-        "Setup", "The idea", "Baseline", "The technique", "Measure", "Proof", "In your script", "Pitfalls",
-        "When to use it, and when not", "Exercise", "The evidence",
-    ],
-    "study": [
-        "Setup", "The idea", "To copy", "Measure", "Proof", "In your script", "Pitfalls",
-        "When to use it, and when not", "Exercise", "The evidence",
-    ],
-}  # fmt: skip
 SECTIONS = {
     "technique": [
         "Setup", "The idea", "Baseline", "The technique", "Measure", "Proof", "Pitfalls", "With the Trainer",
@@ -40,12 +31,6 @@ TAGS = {
                   "figures", "check"],
     "study": ["setup", "copy", "proof", "pitfall", "trainer", "claims", "exercise", "solution", "figures", "check"],
 }  # fmt: skip
-TAGS_OF_PARTS = {
-    "technique": ["setup", "baseline", "copy", "proof", "pitfall", "exercise", "solution", "trainer", "claims",
-                  "figures", "check"],
-    "study": ["setup", "copy", "proof", "pitfall", "exercise", "solution", "trainer", "claims", "figures", "check"],
-}  # fmt: skip
-ONCE = {"setup", "baseline", "copy", "proof", "claims", "exercise", "solution", "figures", "check"}
 MOST_LINES, MOST_CHANGED = 30, 10
 # Of part one: words, lines of code, those of a cell that is not folded, words of a paragraph, characters of a line.
 MOST_WORDS, MOST_CODE, MOST_SHOWN, MOST_OF_A_PARAGRAPH, WIDEST = 1500, 200, 20, 60, 110
@@ -56,7 +41,7 @@ PRIVATE = re.compile(r"(?<![\w.])/(root|home|Users|tmp|work|mnt|opt|var)/|[A-Z]:
 def test_sections_by_kind(lesson):
     kind = lesson.course["kind"]
     assert kind in SECTIONS, f"kind is {kind!r}; accepted: {', '.join(SECTIONS)}"
-    sections = (PARTS if lesson.two_parts else SECTIONS)[kind]
+    sections = (new_lesson.PARTS if lesson.two_parts else SECTIONS)[kind]
     assert lesson.headings() == sections, "sections missing, added or out of order"
     first = source(lesson.cells[0])
     assert first.startswith(f"# {lesson.name[:2]} · {lesson.course['title']}") and tags(lesson.cells[0]) == ["title"]
@@ -68,8 +53,8 @@ def test_sections_by_kind(lesson):
 def test_tags(lesson):
     found = [tag for cell in lesson.code for tag in tags(cell) if tag != "nbval-check-output"]
     in_order = list(dict.fromkeys(found))
-    assert in_order == (TAGS_OF_PARTS if lesson.two_parts else TAGS)[lesson.course["kind"]]
-    for tag in ONCE & set(in_order):
+    assert in_order == (new_lesson.TAGS if lesson.two_parts else TAGS)[lesson.course["kind"]]
+    for tag in new_lesson.ONCE & set(in_order):
         assert found.count(tag) == 1, f"{found.count(tag)} cells are tagged {tag}; there must be one"
     for tag in ("proof", "check"):
         assert "nbval-check-output" in tags(lesson.tagged(tag)[0]), f"nbval must compare the output of {tag}"
@@ -123,12 +108,21 @@ def test_nothing_private_and_no_warnings_in_outputs(lesson):
         assert not streams, f"something was written to stderr: {streams}"
 
 
+def fits(cell, most: int, widest: int):
+    code = source(cell)
+    width = max(map(len, code.splitlines()), default=0)
+    assert code_lines(code) <= most, f"{code_lines(code)} lines of code; at most {most}: {code[:60]}"
+    assert width <= widest, f"a line of {width} characters; at most {widest}: {code[:60]}"
+
+
 @LESSONS
 def test_cells_are_short(lesson):
     for cell in lesson.code:
         lines = source(cell).splitlines()
-        assert code_lines(source(cell)) <= MOST_LINES, f"{code_lines(source(cell))} lines of code: {lines[0]}"
-        assert max(map(len, lines)) <= 120, f"a line of {max(map(len, lines))} characters: {lines[0]}"
+        assert code_lines(source(cell)) <= MOST_LINES, f"{code_lines(source(cell))} lines of code: {source(cell)[:60]}"
+        assert max(map(len, lines), default=0) <= 120, (
+            f"a line of {max(map(len, lines))} characters: {source(cell)[:60]}"
+        )
 
 
 def folded(cell) -> bool:
@@ -151,8 +145,12 @@ def test_part_one_is_read_in_twenty_minutes(lesson):
     for cell in code:
         if not folded(cell):
             lines = source(cell).splitlines()
-            assert code_lines(source(cell)) <= MOST_SHOWN, f"{code_lines(source(cell))} lines of code: {lines[0]}"
-            assert max(map(len, lines)) <= WIDEST, f"a line of {max(map(len, lines))} characters: {lines[0]}"
+            assert code_lines(source(cell)) <= MOST_SHOWN, (
+                f"{code_lines(source(cell))} lines of code: {source(cell)[:60]}"
+            )
+            assert max(map(len, lines), default=0) <= WIDEST, (
+                f"a line of {max(map(len, lines))} characters: {source(cell)[:60]}"
+            )
 
 
 @TWO_PARTS
@@ -201,13 +199,9 @@ def test_exercise_is_open_and_its_solution_passes(lesson):
 
 @LESSONS
 def test_every_claim_has_its_row(lesson):
-    import tomllib
-
-    claims = tomllib.loads((ROOT / "tutorial_utils" / "facts" / "claims.toml").read_text()).values()
     shown = printed(lesson.tagged("claims")[0])
-    for claim in claims:
-        if claim["lesson"] == lesson.name:
-            assert claim["claim"] in shown, f"no row for: {claim['claim']}"
+    for claim in lesson.course["claims"].values():
+        assert claim["claim"] in shown, f"no row for: {claim['claim']}"
 
 
 def test_generated_parts_are_fresh():

@@ -2,21 +2,22 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-import tomllib
 from pathlib import Path
 
 import course
 import nbformat
+import new_lesson
 import psutil
 import pytest
 
 from tutorial_utils import bounds, machine, packages
 
-EXPECTED = tomllib.loads((bounds.FACTS / "bounds.toml").read_text())["00_memory_anatomy"]
+EXPECTED = bounds._bounds("00_memory_anatomy")
 FIGURES = {
     name: 1000 if name.endswith("_bytes") else sum(bound[machine.facts().device]) / 2
     for name, bound in EXPECTED.items()
@@ -29,7 +30,8 @@ verdict = bounds.compare("00_memory_anatomy", {FIGURES}, {{"baseline_peak_bytes"
 
 def write(folder, name, *cells, needs=()):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    notebook.metadata["course"] = {"needs": list(needs)}
+    if needs:
+        (folder / f"{name}.toml").write_text(f"needs = {list(needs)}")
     nbformat.write(notebook, folder / f"{name}.ipynb")
 
 
@@ -43,6 +45,7 @@ def small_course(tmp_path, monkeypatch):
     write(notebooks, "03_measures", COMPARE, "verdict.require()")
     write(notebooks, "04_foreign", "import pathlib; pathlib.Path('mark').touch(); print('here')")
     monkeypatch.setattr(course, "NOTEBOOKS", notebooks)
+    monkeypatch.setattr(course, "FACTS", notebooks)
     monkeypatch.setattr(course, "REPORTS", reports)
     monkeypatch.setenv("COURSE_BOUNDS", str(tmp_path / "bounds"))
     return tmp_path
@@ -244,3 +247,24 @@ def test_a_lesson_re_run_in_place_is_not_overwritten_by_a_failure(small_course):
     before = path.read_text()
     assert course.run_lesson(path, keep=path)["status"] == "failed"
     assert path.read_text() == before
+
+
+def test_a_new_lesson_fails_for_what_is_missing(tmp_path):
+    """Its contract, its facts and its tests, in a copy of the course."""
+    ignored = shutil.ignore_patterns(".*", "reports", "dist", "__pycache__")
+    folder = shutil.copytree(course.ROOT, tmp_path / "copy", ignore=ignored)
+    made = new_lesson.make(folder, "96", "new_thing")
+    assert [path.relative_to(folder).parts[0] for path in made] == ["notebooks", "tutorial_utils", "tests"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_contract.py", "-k", "96_new"]
+    done = subprocess.run([*command, made[2]], cwd=folder, capture_output=True, text=True)
+    contract = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    for part in ("sections", "executed_in_one_run", "verdicts", "proof_can_fail", "copy_cell", "three_shapes"):
+        assert re.search(rf"FAILED tests/test_contract.py::\S*{part}", contract.stdout), (
+            f"{part}: {contract.stdout[-3000:]}"
+        )
+    assert "test_sections_by_kind" in contract.stdout and done.returncode
+    with pytest.raises(FileExistsError, match="choose another number or name"):
+        new_lesson.make(folder, "96", "new_thing")
+    for wrong in (("9", "a"), ("96", "a b"), ("96", "a", "poem")):
+        with pytest.raises(ValueError, match="accepted: two digits, a name, technique or study"):
+            new_lesson.make(folder, *wrong)

@@ -134,7 +134,6 @@ def test_its_instructions_run_in_a_clean_folder(image):
     made = installed.stat().st_mtime_ns
 
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
-    notebook.metadata["course"] = {"needs": []}
     nbformat.write(notebook, folder / "notebooks" / f"{SHORT}.ipynb")
     done = subprocess.run(command, cwd=folder, env=environment | {"ONLY": "97"}, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"

@@ -68,7 +68,6 @@ def test_recording_on_a_gpu_from_the_kit(tmp_path, monkeypatch):
     lessons.mkdir()
     work.mkdir()
     small = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (COMPARE, "verdict.require()")])
-    small.metadata["course"] = {"needs": []}
     nbformat.write(small, lessons / "03_measures.ipynb")
     imitate = f"""
 import pathlib, sys

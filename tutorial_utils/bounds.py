@@ -1,15 +1,15 @@
 """Is the figure where it is expected to be on this machine?
 
-facts/bounds.toml holds, for every figure of every lesson, why it is bounded and the lowest and
-highest value for each backend class, or an empty list where no such machine was recorded yet. A
-special case ("cuda-bf16", "cpu-avx512") has those of its class unless it has its own, and so has a GPU
-where lessons train the tiny model ("cuda-tiny", also where it is virtual) or BERT-base ("cuda-base");
-but times of "cpu-other" are not judged by those of "cpu". Figures of `bytes` are judged within 2 % of
-what was recorded, on GPUs and at real size on virtual ones (facts/bounds/real-size). A figure that
-has none for a class is not expected there, and one that `needs` packages only where they are
-installed. A figure in bytes is bounded more tightly, by `tolerance` around a recording of this very
-machine and these versions (facts/bounds/<machine>.json, written by `make record` alone), or without
-one around the prediction.
+facts/lessons/<lesson>.toml holds, for every figure, why it is bounded and the lowest and highest value
+for each backend class, or an empty list where no such machine was recorded yet. A class that is left
+out cannot have the figure. A special case ("cuda-bf16", "cpu-avx512") has those of its class unless it
+has its own, and so has a GPU where lessons train the tiny model ("cuda-tiny", also where it is virtual)
+or BERT-base ("cuda-base"); but times of "cpu-other" are not judged by those of "cpu". Figures of
+`bytes` are judged within 2 % of what was recorded, on GPUs and at real size on virtual ones
+(facts/bounds/real-size). A figure that has none for a class is not expected there, and one that
+`needs` packages only where they are installed. A figure in bytes is bounded more tightly, by
+`tolerance` around a recording of this very machine and these versions (facts/bounds/<machine>.json,
+written by `make record` alone), or without one around the prediction.
 """
 
 import importlib.util
@@ -31,6 +31,12 @@ VIRTUAL = "no times on a virtual GPU"
 SMALLER = {"tiny": "cuda-tiny", "bert-base-uncased": "cuda-base"}  # classes of GPUs that train less than BERT-large
 UNJUDGED = (BUSY, UNRECORDED, VIRTUAL)
 _AGAIN = "write it again with `make record`"
+# What bounds a figure in bytes, where its lesson says nothing else.
+BYTES = {
+    "why": "tensor memory of one step does not depend on the weights or the texts",
+    "recorded_tolerance": 0.005,
+    "predicted_tolerance": 0.02,
+}
 
 
 @dataclass(frozen=True)
@@ -136,10 +142,21 @@ def compare(lesson: str, figures: dict[str, float], predicted: dict[str, float] 
     return verdict
 
 
+def lessons() -> list[str]:
+    """Those that have facts, by name."""
+    return sorted(path.stem for path in (FACTS / "lessons").glob("*.toml"))
+
+
+def facts(lesson: str) -> dict:
+    """What facts/lessons says of a lesson: its title and the like, its figures with their bounds, its claims."""
+    check.one_of(lessons(), "lesson", lesson)
+    text = (FACTS / "lessons" / f"{lesson}.toml").read_text(encoding="utf-8")
+    return {"figures": {}, "claims": {}} | tomllib.loads(text)
+
+
 def _bounds(lesson: str) -> dict:
-    known = tomllib.loads((FACTS / "bounds.toml").read_text(encoding="utf-8"))
-    check.one_of(known, "lesson", lesson)
-    return known[lesson]
+    figures = facts(lesson)["figures"]
+    return {name: (BYTES if name.endswith("_bytes") else {}) | bound for name, bound in figures.items()}
 
 
 def of_bytes(lesson: str) -> set[str]:
@@ -271,7 +288,10 @@ def write(path: Path, content: dict):
 
 
 def claims(lesson: str, measured: dict[str, float], predicted: dict[str, float]) -> list[dict]:
-    """A row for each claim of facts/claims.toml about a lesson: claimed, measured, recorded, verdict.
+    """A row for each claim of a lesson's facts: claimed, measured, recorded, verdict.
+
+    figure: its name in the lesson and in recordings; claimed: as published, a ratio to the source's own baseline
+    unless the claim says so; above, below: the source says no more than that.
 
     measured, predicted: by the figure's name; predicted is for the claim's own model and sizes.
     The verdict is on the strongest evidence: a recording on a GPU, else the prediction, else what
@@ -279,15 +299,14 @@ def claims(lesson: str, measured: dict[str, float], predicted: dict[str, float])
     all it says. GPU is – for what lessons only predict. Without evidence the verdict is open, with
     what the claim `needs`; ValueError where it needs nothing.
     """
-    _bounds(lesson)  # or it is none
+    every = facts(lesson)["claims"].values()
     check.figures("measured", measured)
     check.figures("predicted", predicted)
-    every = tomllib.loads((FACTS / "claims.toml").read_text(encoding="utf-8")).values()
-    return [_claim(claim, measured, predicted) for claim in every if claim["lesson"] == lesson]
+    return [_claim(lesson, claim, measured, predicted) for claim in every]
 
 
-def _claim(claim: dict, measured: dict[str, float], predicted: dict[str, float]) -> dict:
-    name, lesson = claim["figure"], claim["lesson"]
+def _claim(lesson: str, claim: dict, measured: dict[str, float], predicted: dict[str, float]) -> dict:
+    name = claim["figure"]
     recorded = {gpu: figures[name] for gpu, figures in recorded_on_gpus(lesson).items() if name in figures}
     here = {how: by[name] for how, by in (("measured", measured), ("predicted", predicted)) if name in by}
     evidence = [*recorded.values(), *reversed(here.values())]  # the strongest first
