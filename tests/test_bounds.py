@@ -230,21 +230,59 @@ def test_recordings_are_whole():
             assert set(recorded["figures"]) == expected, f"{name}: record it again"
 
 
-def test_claims_get_their_verdicts(monkeypatch):
+JUDGED = [
+    (lesson, name, claim)
+    for lesson in bounds.lessons()
+    for name, claim in bounds.facts(lesson)["claims"].items()
+    if "of" in claim
+]
+
+
+@pytest.mark.parametrize(("lesson", "name", "claim"), JUDGED, ids=[name for _, name, _ in JUDGED])
+def test_a_claim_fails_with_a_falsified_figure(lesson, name, claim, monkeypatch):
+    """By each evidence that fits its set-up; what does not fit leaves it open."""
+    figure, fitting = claim["figure"], claim.get("by", bounds.EVIDENCE)
+    step = -claim["tolerance"] if claim["of"] == "saving" else claim["tolerance"]  # of the ratio: a saving is 1 less it
+
+    def verdict(how, value):
+        recorded = {"T4": {figure: value}} if how == "recorded" else {}
+        monkeypatch.setattr(bounds, "recorded_on_gpus", lambda lesson: recorded)
+        here = [{figure: value} if how == kind else {} for kind in ("measured", "predicted")]
+        return bounds._claim(lesson, claim, *here)["verdict"]
+
+    for how in bounds.EVIDENCE:
+        if how not in fitting:
+            if "needs" in claim:
+                assert verdict(how, claim["claimed"]) == f"open: needs {claim['needs']}"
+            else:
+                with pytest.raises(ValueError, match="accepted: what is measured, predicted or recorded"):
+                    verdict(how, claim["claimed"])
+        elif claim.get("above"):
+            edge, little = claim["claimed"] + step, -1e-6 if claim["of"] == "saving" else 1e-6
+            assert (verdict(how, edge + little), verdict(how, edge - little)) == ("holds", "does not hold")
+        else:
+            assert verdict(how, claim["claimed"]) == "holds"
+            assert verdict(how, claim["claimed"] + 1.01 * step) == "more here"
+            assert verdict(how, claim["claimed"] - 1.01 * step) == "less here"
+
+
+def test_older_claims_get_their_verdicts(own_facts, monkeypatch):
+    """Within a fifth of what was claimed, or above it, or below it."""
     monkeypatch.setattr(bounds, "recorded_on_gpus", lambda lesson: {})
-    measured = {
-        "memory_ratio_one_by_one": 0.1,
-        "time_ratio_one_by_one": 1.0,
-        "time_ratio_small_to_large_micro_batch": 0.9,
-        "memory_ratio_hf_2022": 0.9,
-    }
-    rows = bounds.claims(LESSON, measured, {"memory_ratio_one_by_one": 0.52})
-    assert [row["verdict"] for row in rows] == ["holds", "lower here", "higher here", "does not hold"]
-    monkeypatch.setattr(bounds, "recorded_on_gpus", lambda lesson: {"T4": {"time_ratio_one_by_one": 2.7}})
-    row = bounds.claims(LESSON, measured, {})[1]
-    assert (row["GPU"], row["verdict"]) == ("T4 2.7", "holds")
+
+    def verdict(measured, predicted=None, **claim):
+        claim = {"claim": "c", "source": "s", "claimed": 1.0, "figure": "gain"} | claim
+        by = {how: {} if value is None else {"gain": value} for how, value in (("m", measured), ("p", predicted))}
+        return bounds._claim("a", claim, by["m"], by["p"])["verdict"]
+
+    assert [verdict(1.1), verdict(0.7), verdict(1.3)] == ["holds", "lower here", "higher here"]
+    assert verdict(0.7, 1.1) == "holds"
+    assert [verdict(0.9, above=True), verdict(0.9, below=True)] == ["does not hold", "holds"]
+    monkeypatch.setattr(bounds, "recorded_on_gpus", lambda lesson: {"T4": {"gain": 1.1}})
+    assert verdict(2.0, 3.0) == "holds"
+    monkeypatch.setattr(bounds, "recorded_on_gpus", lambda lesson: {})
     with pytest.raises(ValueError, match="accepted: what is measured, predicted or recorded"):
-        bounds.claims(LESSON, {}, {})
+        verdict(None)
 
 
 @pytest.fixture

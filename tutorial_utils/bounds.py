@@ -30,6 +30,9 @@ UNRECORDED = "not judged: no machine of this class was recorded"
 VIRTUAL = "no times on a virtual GPU"
 SMALLER = {"tiny": "cuda-tiny", "bert-base-uncased": "cuda-base"}  # classes of GPUs that train less than BERT-large
 UNJUDGED = (BUSY, UNRECORDED, VIRTUAL)
+EVIDENCE = ("recorded", "predicted", "measured")
+# What a claim on a ratio says, and is judged by: what is saved, what comes on top, or the figure itself.
+JUDGED = {"saving": lambda ratio: 1 - ratio, "overhead": lambda ratio: ratio - 1, "value": lambda value: value}
 _AGAIN = "write it again with `make record`"
 # What bounds a figure in bytes, where its lesson says nothing else.
 BYTES = {
@@ -291,7 +294,8 @@ def claims(lesson: str, measured: dict[str, float], predicted: dict[str, float])
     """A row for each claim of a lesson's facts: claimed, measured, recorded, verdict.
 
     figure: its name in the lesson and in recordings; claimed: as published, a ratio to the source's own baseline
-    unless the claim says so; above, below: the source says no more than that.
+    unless the claim says so; above, below: the source says no more than that; of: what it claims, of JUDGED, and
+    tolerance, in the same unit; by: the evidence that fits its set-up, of EVIDENCE.
 
     measured, predicted: by the figure's name; predicted is for the claim's own model and sizes.
     The verdict is on the strongest evidence: a recording on a GPU, else the prediction, else what
@@ -309,7 +313,7 @@ def _claim(lesson: str, claim: dict, measured: dict[str, float], predicted: dict
     name = claim["figure"]
     recorded = {gpu: figures[name] for gpu, figures in recorded_on_gpus(lesson).items() if name in figures}
     here = {how: by[name] for how, by in (("measured", measured), ("predicted", predicted)) if name in by}
-    evidence = [*recorded.values(), *reversed(here.values())]  # the strongest first
+    evidence = [("recorded", value) for value in recorded.values()] + list(reversed(here.items()))  # strongest first
     gpus = ", ".join(f"{gpu} {value:.3g}" for gpu, value in recorded.items())
     return {
         "claim": f"{claim['claim']} ({claim['source']})",
@@ -320,11 +324,17 @@ def _claim(lesson: str, claim: dict, measured: dict[str, float], predicted: dict
     }
 
 
-def _verdict(claim: dict, evidence: list[float]) -> str:
-    check.accept(evidence or "needs" in claim, "claim on", claim["figure"], "what is measured, predicted or recorded")
-    if not evidence:
+def _verdict(claim: dict, evidence: list[tuple[str, float]]) -> str:
+    fitting = [value for how, value in evidence if how in claim.get("by", EVIDENCE)]
+    check.accept(fitting or "needs" in claim, "claim on", claim["figure"], "what is measured, predicted or recorded")
+    if not fitting:
         return f"open: needs {claim['needs']}"
-    strongest, claimed = evidence[0], claim["claimed"]
+    strongest, claimed = fitting[0], claim["claimed"]
+    if of := claim.get("of"):
+        more = JUDGED[of](strongest) - JUDGED[of](claimed)
+        if claim.get("above"):  # more than that by the tolerance, or it says nothing
+            return "holds" if more >= claim["tolerance"] else "does not hold"
+        return "holds" if abs(more) <= claim["tolerance"] else f"{'more' if more > 0 else 'less'} here"
     if claim.get("above") or claim.get("below"):
         right_side = strongest > claimed if claim.get("above") else strongest < claimed
         return "holds" if right_side else "does not hold"
