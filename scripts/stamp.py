@@ -83,14 +83,15 @@ def card(course: dict, name: str) -> str:
         "| machine | minutes | download | peak memory of the lesson's step |",
         "|---|---|---|---|",
     ]
-    rows = []
+    rows, note = [], []
     for there, run in recorded(name):
         cores, minutes = f"{there['cores']} cores, ", f"{run['seconds'] / 60:.1f}"
         if there.get("virtual"):
             cores, minutes = "", "–"  # they are those of the CPU that computes for it
+            note = ["", "virtual: counted by PyTorch's allocator on a GPU that is not there"]
         what = f"{there['name']}, {cores}torch {run['versions']['torch']} ({run['date']})"
         rows.append(f"| {what} | {minutes} | 0 MB | {size(run['figures']['baseline_peak_bytes'])} |")
-    return "\n".join(lines + (rows or ["| none recorded yet | – | 0 MB | – |"]))
+    return "\n".join(lines + (rows or ["| none recorded yet | – | 0 MB | – |"]) + note)
 
 
 def setup(address: str) -> str:

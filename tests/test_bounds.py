@@ -259,11 +259,14 @@ def test_a_claim_fails_with_a_falsified_figure(lesson, name, claim, monkeypatch)
                     verdict(how, claim["claimed"])
         elif claim.get("above"):
             edge, little = claim["claimed"] + step, -1e-6 if claim["of"] == "saving" else 1e-6
-            assert (verdict(how, edge + little), verdict(how, edge - little)) == ("holds", "does not hold")
+            assert (verdict(how, edge + little), verdict(how, edge - little)) == (
+                f"holds ({how})",
+                f"does not hold ({how})",
+            )
         else:
-            assert verdict(how, claim["claimed"]) == "holds"
-            assert verdict(how, claim["claimed"] + 1.01 * step) == "more here"
-            assert verdict(how, claim["claimed"] - 1.01 * step) == "less here"
+            assert verdict(how, claim["claimed"]) == f"holds ({how})"
+            assert verdict(how, claim["claimed"] + 1.01 * step) == f"more {claim['of']} ({how})"
+            assert verdict(how, claim["claimed"] - 1.01 * step) == f"less {claim['of']} ({how})"
 
 
 def test_older_claims_get_their_verdicts(own_facts, monkeypatch):

@@ -325,16 +325,17 @@ def _claim(lesson: str, claim: dict, measured: dict[str, float], predicted: dict
 
 
 def _verdict(claim: dict, evidence: list[tuple[str, float]]) -> str:
-    fitting = [value for how, value in evidence if how in claim.get("by", EVIDENCE)]
+    fitting = [(how, value) for how, value in evidence if how in claim.get("by", EVIDENCE)]
     check.accept(fitting or "needs" in claim, "claim on", claim["figure"], "what is measured, predicted or recorded")
     if not fitting:
         return f"open: needs {claim['needs']}"
-    strongest, claimed = fitting[0], claim["claimed"]
+    (how, strongest), claimed = fitting[0], claim["claimed"]
     if of := claim.get("of"):
         more = JUDGED[of](strongest) - JUDGED[of](claimed)
         if claim.get("above"):  # more than that by the tolerance, or it says nothing
-            return "holds" if more >= claim["tolerance"] else "does not hold"
-        return "holds" if abs(more) <= claim["tolerance"] else f"{'more' if more > 0 else 'less'} here"
+            return f"{'holds' if more >= claim['tolerance'] else 'does not hold'} ({how})"
+        apart = "more" if more > 0 else "less"
+        return f"{'holds' if abs(more) <= claim['tolerance'] else f'{apart} {of}'} ({how})"
     if claim.get("above") or claim.get("below"):
         right_side = strongest > claimed if claim.get("above") else strongest < claimed
         return "holds" if right_side else "does not hold"
