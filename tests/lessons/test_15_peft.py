@@ -8,7 +8,7 @@ from stranger import Ratings, regressor
 from torch.utils.data import DataLoader
 
 from notebooks import ROOT, copied, lesson, proof_fails, run, source
-from tutorial_utils import bounds, machine, models, predict
+from tutorial_utils import bounds, machine, models, packages, predict
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -138,7 +138,7 @@ def cells(*tags):
 @pytest.fixture
 def put_back(monkeypatch):
     """What a lesson leaves out is there again for the other tests."""
-    monkeypatch.setattr(machine, "left_out", {})
+    monkeypatch.setattr(packages, "left_out", {})
     for name in ("peft", "bitsandbytes"):
         if name in sys.modules:
             monkeypatch.setitem(sys.modules, name, sys.modules[name])
@@ -170,7 +170,7 @@ def test_bitsandbytes_without_kernels_for_the_gpu(monkeypatch, put_back):
     failed = subprocess.CompletedProcess([], 1, "", "Traceback\nRuntimeError: no kernel image")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     here = type("Here", (), {"device": "cuda"})
-    said = run(cell, namespace := {"here": here, "machine": machine})
+    said = run(cell, namespace := {"here": here, "machine": machine, "packages": packages})
     assert "left out: the base of 4 bits. bitsandbytes: RuntimeError: no kernel image" in said
     assert namespace["has_peft"] and not namespace["has_4bit"]
     assert "qlora_7b_gb" not in bounds._expected("15_peft", machine.facts())

@@ -11,7 +11,7 @@ from stranger import Ratings, regressor
 from torch.utils.data import DataLoader
 
 from notebooks import ROOT, copied, lesson, names, proof_fails, run, source, tags
-from tutorial_utils import machine
+from tutorial_utils import packages
 
 LESSON = lesson("16")
 deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -141,7 +141,7 @@ def test_a_process_that_dies_when_it_is_ending_has_done_its_work(capsys):
 
 def test_without_deepspeed(monkeypatch):
     """The package is missing (imitated): one line, and torch's own ways are still proved."""
-    monkeypatch.setattr(machine, "left_out", {})
+    monkeypatch.setattr(packages, "left_out", {})
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     printed, namespace = [], {}
     for cell in LESSON.needed_for("proof"):
