@@ -186,6 +186,7 @@ def test_pictures_and_tables(value):
             clear("figures", lambda show=show: show(value), value, {"": value})
         clear("figures", lambda: figures.bars(value, "MiB"), value)
         clear("figures", lambda: figures.lines(value, "x", "y"), value)
+        clear("figures", lambda: figures.strips({"a": value}), value)
 
 
 @cases(100)

@@ -12,7 +12,7 @@ from notebooks import ROOT, code_lines
 from tutorial_utils import figures, measure
 
 PACKAGE = sorted((ROOT / "tutorial_utils").rglob("*.py"))
-MOST, MOST_OF_A_MODULE, MOST_OF_A_ROOM = 2284, 300, 200
+MOST, MOST_OF_A_MODULE, MOST_OF_A_ROOM = 2316, 300, 200
 
 
 def pins(lines) -> list[str]:
@@ -110,9 +110,10 @@ def test_pictures_read_on_light_and_dark_and_are_not_wider_than_a_phone_scales()
         figures.timeline(report)
         figures.bars({"a": 1.0, "b": 2.0}, "MiB")
         figures.lines({"a": {1: 2.0, 2: 3.0}, "b": {1: 1.0, 4: 2.0}}, "batch", "MiB", logarithmic=True)
+        figures.strips({"a": [(10, "tokens", "ten"), (3, "padding")], "b": [(4, ""), (9, "gradients")]}, "tokens")
     finally:
         IPython.display.display = original
-    assert len(shown) == 4
+    assert len(shown) == 5
     for image in shown:
         pixels = matplotlib.image.imread(io.BytesIO(image.data))
         assert pixels.shape[1] == 2 * image.width == 960

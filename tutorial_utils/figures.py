@@ -142,6 +142,41 @@ def bars(values: dict[str, float], unit: str):
     _show(axes, legend=False)
 
 
+def strips(rows: dict[str, list[tuple]], x: str = ""):
+    """A row of coloured pieces for each name: [(width, kind, text written inside), …]; kind "" leaves a gap.
+
+    What a batch looks like, what is kept and until when, what has which type, who holds which part. Roles of memory
+    have their colours, and "padding" and "frozen" are grey; x names the axis, which is not drawn without it.
+    """
+    _some("rows", rows, list)
+    for piece in itertools.chain.from_iterable(rows.values()):
+        right = isinstance(piece, tuple) and len(piece) in (2, 3) and isinstance(piece[0], numbers.Real)
+        accept(right and all(isinstance(text, str) for text in piece[1:]), "piece", piece, "(width, kind, text)")
+    if (axes := _axes(0.8 + 0.42 * len(rows))) is None:
+        return
+    kinds = list(dict.fromkeys(kind for pieces in rows.values() for _, kind, *_ in pieces if kind))
+    known = COLOURS | dict.fromkeys(("padding", "frozen"), COLOURS["temporary"])
+    others = itertools.cycle(colour for role, colour in list(COLOURS.items())[:-1] if role not in kinds)
+    colours = {kind: known.get(kind) or next(others) for kind in kinds}
+    for place, pieces in enumerate(rows.values()):
+        start = 0.0
+        for width, kind, *text in pieces:
+            if kind:
+                axes.barh(place, width, left=start, color=colours[kind], height=0.7, edgecolor="white", linewidth=0.6)
+                axes.text(start + width / 2, place, *text or [""], ha="center", va="center", color="white", size=9)
+            start += width
+    for kind, colour in colours.items():
+        axes.barh(0, 0, color=colour, label=kind)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.invert_yaxis()
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    axes.set_xlabel(x)
+    if not x:
+        axes.set_xticks([])
+    _show(axes)
+
+
 def lines(series: dict[str, dict[float, float]], x: str, y: str, logarithmic: bool = False):
     """A line for each name through its points {x: y}; x and y name the axes, with their units."""
     _some("series", series, dict)
@@ -160,7 +195,7 @@ def lines(series: dict[str, dict[float, float]], x: str, y: str, logarithmic: bo
 
 def _some(name: str, given, kind: type):
     """ValueError where there is nothing to show, or something else than what is shown."""
-    what = {numbers.Real: "numbers", Memory: "measure.Memory", dict: "points {x: y}"}[kind]
+    what = {numbers.Real: "numbers", Memory: "measure.Memory", dict: "points {x: y}", list: "pieces"}[kind]
     right = isinstance(given, dict) and given and all(isinstance(value, kind) for value in given.values())
     accept(right, name, given, f"{what} by name, one or more")
 
