@@ -185,7 +185,7 @@ class Tracker(TorchDispatchMode):
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward:
             func = IN_PLACE.get(func, func)
-            if isinstance(self.held, kernels.OnCuda) and kernels.accumulates_in_place(func, args):
+            if self.held is not kernels.on_cpu and kernels.accumulates_in_place(func, args):
                 func = aten.add_.Tensor
         if self.held is kernels.on_cpu and (kernel := _python_kernel(func)):
             super().__enter__()  # this mode is not in force while it handles an operation

@@ -234,13 +234,16 @@ def _in_full(value, types):
 
 def _missing(name):
     own = own_kernel(name)
+    way_out = 'With values="small" it is not computed'
+    if "cudnn" in name:  # most of which the virtual GPU does not have
+        way_out = "torch.backends.cudnn.enabled = False takes torch's own kernel in place of cuDNN's"
 
     def kernel(keys, *arguments, **options):
         if getattr(_running, "depth", 0):  # inside of an operator whose values are computed as a whole
             return own(keys, *arguments, **options)
         raise NotImplementedError(
             f"{_qualified(name)} has no values on the virtual GPU: the CPU has no kernel of it, and none is written in "
-            f'virtual_gpu/attention.py. With values="small" it is not computed'
+            f"virtual_gpu/attention.py. {way_out}"
         )
 
     return kernel

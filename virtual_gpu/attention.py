@@ -1,4 +1,4 @@
-"""The arithmetic of CUDA's attention, and of cuDNN's, which the CPU has no kernels of: plain ones, in fp32."""
+"""The arithmetic of what CUDA has kernels of and the CPU has none, attention above all: plain, in fp32."""
 
 import torch
 
@@ -6,7 +6,8 @@ from .arithmetic import drawn_as_on_cuda, here, own_kernel, write
 
 EFFICIENT, FLASH, CUDNN = (f"_scaled_dot_product_{name}_attention" for name in ("efficient", "flash", "cudnn"))
 
-CONVOLUTION = "cudnn_convolution"
+CONVOLUTION, TRANSPOSED = "cudnn_convolution", "cudnn_convolution_transpose"
+NORM = "_fused_rms_norm"
 
 
 def kernels() -> dict:
@@ -15,7 +16,8 @@ def kernels() -> dict:
         EFFICIENT: _efficient(), f"{EFFICIENT}_backward": _efficient_backward(),
         FLASH: _flash(), f"{FLASH}_backward": _flash_backward(),
         CUDNN: _cudnn(), f"{CUDNN}_backward": _cudnn_backward(),
-        CONVOLUTION: _convolution(),
+        CONVOLUTION: _convolution(), TRANSPOSED: _transposed(),
+        NORM: _norm(), f"{NORM}_backward": _norm_backward(),
     }  # fmt: skip
 
 
@@ -186,6 +188,50 @@ def _convolution():
         result = own(keys, x, weight, padding, stride, dilation, groups, *how)
         values = torch.convolution(*_full(x, weight), None, stride, padding, dilation, False, [0] * len(stride), groups)
         write(result, values)
+        return result
+
+    return kernel
+
+
+def _transposed():
+    own = own_kernel(TRANSPOSED)
+
+    def kernel(keys, x, weight, padding, output_padding, stride, dilation, groups, *how):
+        result = own(keys, x, weight, padding, output_padding, stride, dilation, groups, *how)
+        write(
+            result, torch.convolution(*_full(x, weight), None, stride, padding, dilation, True, output_padding, groups)
+        )
+        return result
+
+    return kernel
+
+
+def _norm():
+    own = own_kernel(NORM)
+
+    def kernel(keys, x, shape, weight, eps):
+        result = own(keys, x, shape, weight, eps)
+        full, scale = _full(x, weight)
+        eps = torch.finfo(x.dtype).eps if eps is None else eps
+        inverse = full.square().mean(tuple(range(-len(shape), 0)), keepdim=True).add(eps).rsqrt()
+        write(result, (full * inverse * (1.0 if scale is None else scale), inverse))
+        return result
+
+    return kernel
+
+
+def _norm_backward():
+    own = own_kernel(f"{NORM}_backward")
+
+    def kernel(keys, gradient, x, shape, inverse, weight, wanted):
+        result = own(keys, gradient, x, shape, inverse, weight, wanted)
+        g, full, scale, inverse = _full(gradient, x, weight, inverse)
+        normed, weighted = full * inverse, g * (1.0 if scale is None else scale)
+        inner = (weighted * normed).mean(tuple(range(-len(shape), 0)), keepdim=True)
+        found = inverse * (weighted - normed * inner), (g * normed).sum(tuple(range(g.dim() - len(shape))))
+        for made, values in zip(result, found):
+            if made is not None:
+                write(made, values)
         return result
 
     return kernel

@@ -163,6 +163,11 @@ CANNOT = {  # README's list: what is tried, and what it says
     "Triton": ("torch.compile(lambda x: 2 * x + 1)(x)", "Cannot find a working triton installation"),
     "NCCL": ("""torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
 torch.distributed.all_reduce(x)""", "ncclGetUniqueId was called, which the virtual GPU does not have"),
+    "cuSPARSE": ("torch.sparse.mm(torch.eye(4).to_sparse_csr().cuda(), torch.ones(4, 4, device='cuda'))",
+                 "of a sparse tensor has no values on the virtual GPU"),
+    "cuDNN's recurrent layers": ("torch.nn.LSTM(4, 4).cuda()", "cudnnCreateDropoutDescriptor was called"),
+    "batch normalisation": ("torch.nn.BatchNorm1d(4).cuda()(torch.ones(2, 4, 3, device='cuda'))",
+                            "cudnnCreateTensorDescriptor was called"),
     "cuFFT": ("torch.fft.fft(x)", "cufftCreate was called, which the virtual GPU does not have"),
 }  # fmt: skip
 

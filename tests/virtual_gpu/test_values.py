@@ -152,6 +152,60 @@ for dtype in (None, torch.float16):
     assert full < 1e-5 and half < 2e-2, (full, half)
 
 
+def test_layers_that_a_cpu_computes_in_parts():
+    """A transposed convolution and RMSNorm: outputs, and gradients of what goes in and of the weights."""
+    code = """
+import copy
+torch.manual_seed(0)
+for made in (torch.nn.ConvTranspose1d(8, 6, 3, stride=2), torch.nn.RMSNorm(8), torch.nn.RMSNorm((6, 8), eps=1e-3)):
+    other, x = copy.deepcopy(made).cuda(), torch.randn(4, 8, 6)
+    x = x if isinstance(made, torch.nn.ConvTranspose1d) else x.mT.contiguous()
+    one, two = x.clone().requires_grad_(), x.cuda().requires_grad_()
+    a, b = made(one), other(two)
+    weights = torch.randn(a.shape)
+    (a * weights).sum().backward(); (b * weights.cuda()).sum().backward()
+    pairs = [(a, b), (one.grad, two.grad), *((p.grad, q.grad) for p, q in zip(made.parameters(), other.parameters()))]
+    print(max(((p - q.cpu()).norm() / p.norm()).item() for p, q in pairs))
+"""
+    assert all(float(far) < 1e-5 for far in on("T4", code, "all").split())
+
+
+def test_what_cudnn_alone_would_compute_says_how_to_do_without_it():
+    """And then it is computed."""
+    code = """
+x, norm = torch.randn(4, 8, 6), torch.nn.BatchNorm1d(8)
+try:
+    torch.nn.LSTM(6, 5).cuda()
+except NotImplementedError as error:
+    print(error)
+try:
+    norm.cuda()(x.cuda())
+except NotImplementedError as error:
+    print(error)
+torch.backends.cudnn.enabled = False
+print((norm.cuda()(x.cuda()).cpu() - norm.cpu()(x)).abs().max().item() < 1e-5)
+"""
+    recurrent, normed, computed = on("T4", code, "all").splitlines()
+    for said in (recurrent, normed):
+        assert "torch.backends.cudnn.enabled = False takes torch's own kernel" in said
+    assert computed == "True"
+
+
+def test_dropout_draws_anew_each_time_and_the_same_from_the_same_state():
+    code = """
+x, F = torch.ones(4, 64, device="cuda"), torch.nn.functional
+def drawn():
+    return F.dropout(x, 0.5), torch.rand(99, device="cuda"), F.scaled_dot_product_attention(*[x.view(1, 4, 8, 8)] * 3,
+                                                                                        dropout_p=0.5)
+torch.manual_seed(1)
+first, second = drawn(), drawn()
+torch.manual_seed(1)
+again = drawn()
+print([torch.equal(a, b) for a, b in zip(first, second)], [torch.equal(a, b) for a, b in zip(first, again)])
+"""
+    assert on("T4", code, "all").strip() == "[False, False, False] [True, True, True]"
+
+
 def test_training_with_clipping_a_scaler_and_checkpoints():
     """Three steps: fused and foreach AdamW, fp16 with its scaler, dropout drawn again where a layer runs again."""
     code = (

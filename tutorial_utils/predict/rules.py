@@ -119,6 +119,6 @@ def _bias(mask, query, key):
     """
     mask = _additive(mask, query.dtype)
     length = mask.shape[-1]
-    if length % 16:
-        mask = functions.pad(mask, (0, 16 - length % 16))[..., :length]
+    if length % 8:
+        mask = functions.pad(mask, (0, 8 - length % 8))[..., :length]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
