@@ -113,7 +113,7 @@ def measured_by_step(recording):
 
 
 def test_what_was_published_stands_beside_it():
-    step, published = record_predictions.PUBLISHED[0]
+    step, published = record_predictions.OF_THE_GUIDE[0]
     assert step in record_predictions.grid() and published == 13_606
     found = {"reserved": 10 * 2**30}
     content = {"machine": {"name": "A card"}, "cells": [step | {"predicted": found, "measured": found}]}

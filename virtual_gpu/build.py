@@ -4,8 +4,10 @@ Needs gcc and binutils. What is wanted is read from torch's own libraries, and f
 torch and a source, into the folder build beside this.
 """
 
+import functools
 import hashlib
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -120,11 +122,12 @@ def _build(folder: Path, libraries: list[Path]):
 
 def _compile(folder: Path, file: str, names: set[str], version: str, runtime: Path, gcc: list[str]):
     source, options = WRITTEN.get(file.partition(".so")[0], (None, []))
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        run = functools.partial(subprocess.run, check=True, env={**os.environ, "TMPDIR": place})
         own, stubs, script = Path(place, "own.o"), Path(place, "stubs.c"), Path(place, "map")
         defined = set()
         if source:
-            subprocess.run([*gcc, *options, "-c", HERE / "libraries" / source, "-o", own], check=True)
+            run([*gcc, *options, "-c", HERE / "libraries" / source, "-o", own])
             defined = set(re.findall(r" T (\S+)$", _read("nm", "--defined-only", own), re.M))
         lines = [f"{'TEXT' if TEXTS.search(name) else 'UNKNOWN'}({name})" for name in sorted(names - defined)]
         answer = "vgpu_unknown" if folder / file == runtime else "vgpu_refused"
@@ -132,10 +135,9 @@ def _compile(folder: Path, file: str, names: set[str], version: str, runtime: Pa
         script.write_text(f"{version or file} {{ global: *; }};\n")
         objects = [own] if source else []
         beside = [] if folder / file == runtime else [runtime]
-        subprocess.run(
+        run(
             [*gcc, "-shared", *objects, stubs, *beside, f"-Wl,-soname,{file}", f"-Wl,--version-script,{script}",
-             "-o", folder / file, "-ldl", "-lpthread"],
-            check=True,
+             "-o", folder / file, "-ldl", "-lpthread"]
         )  # fmt: skip
 
 
