@@ -1,7 +1,7 @@
-"""What fits, and how: the largest micro-batch of each set of techniques: python scripts/decide.py
+"""What fits, and how: the largest micro-batch of each set of techniques: python scripts/decide.py [--picture]
 
-Everything is predicted, on any machine, in a few minutes. It writes tutorial_utils/facts/predictions/decisions.json;
-scripts/stamp.py puts the tables into README.md.
+Everything is predicted, on any machine, in a few minutes. It writes tutorial_utils/facts/predictions/decisions.json,
+whose tables scripts/stamp.py puts into README.md, and the picture that README opens with; --picture: that alone.
 """
 
 import argparse
@@ -12,9 +12,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from tutorial_utils import bounds, machine, predict  # noqa: E402
+from tutorial_utils import bounds, figures, machine, predict  # noqa: E402
 
 TARGET = ROOT / "tutorial_utils" / "facts" / "predictions" / "decisions.json"
+PICTURE = ROOT / "notebooks" / "one_step.png"
 BATCH = 32  # texts a step, in micro-batches of a power of two
 FULL = {
     "fp32, AdamW": dict(),
@@ -83,11 +84,24 @@ def run() -> dict:
     }
 
 
+def picture(target: Path):
+    """The memory of one step of BERT-large over time: the plain loop's, and with three techniques."""
+    step = dict(model="bert-large-uncased", batch=BATCH, length=128, padded=True, card="T4")
+    names = {"before": "fp32, AdamW", "after": "fp16, checkpointing, 8-bit AdamW"}
+    steps = {shown: predict.step_memory(**step, **FULL[name]) for shown, name in names.items()}
+    figures.timeline(steps, show=lambda image: target.write_bytes(image.data))
+
+
 def main(arguments: list[str] | None = None):
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args(arguments)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--picture", action="store_true")
+    chosen = parser.parse_args(arguments)
     warnings.simplefilter("ignore")  # of checkpointing's older name
-    bounds.write(TARGET, run())
-    print(f"wrote {TARGET.relative_to(ROOT)}; now: python scripts/stamp.py")
+    picture(PICTURE)
+    print(f"wrote {PICTURE.relative_to(ROOT)}")
+    if not chosen.picture:
+        bounds.write(TARGET, run())
+        print(f"wrote {TARGET.relative_to(ROOT)}; now: python scripts/stamp.py")
 
 
 if __name__ == "__main__":

@@ -100,43 +100,33 @@ def setup(address: str) -> str:
     return SETUP.read_text(encoding="utf-8").strip("\n").replace('REPOSITORY = ""', f'REPOSITORY = "{address}"')
 
 
-def readme_table(names: list[str]) -> str:
-    lines = ["| lesson | what it does | memory | time | on |", "|---|---|---|---|---|"]
+def lessons_table(names: list[str]) -> str:
+    """A row a lesson: what it saves of BERT-large on a T4, its time on the first real GPU, and what it changes."""
+    columns = ["lesson", "what it does", "memory", "time", "what it changes", "where it does not help"]
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for name in names:
         course = bounds.facts(name)
-        link = f"[{name[:2]} {course['title']}](notebooks/{name}.ipynb)"
-        for position, (there, run) in enumerate(recorded(name) or [({}, {"figures": {}})]):
-            figures = run["figures"]
-            ratios = [f"× {figures[k]:.2f}" if k in figures else "–" for k in ("memory_ratio", "time_ratio")]
-            if position and set(ratios) == {"–"}:
-                continue  # a GPU that has bytes of this lesson alone: they are on its card
-            where = f"{there['name']}, {run['date']}" if there else "not yet"
-            first = [link, course["promise"]] if position == 0 else ["", ""]
-            lines.append("| " + " | ".join([*first, *ratios, where]) + " |")
+        cells = [f"[{name[:2]} {course['title']}](notebooks/{name}.ipynb)", course["promise"]]
+        cells += [memory_of(recorded(name)), time_of(recorded(name)), course["changes"], course["no_help"]]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def techniques_table(names: list[str]) -> str:
-    """What each technique costs, from the recorded figures, and what it changes, from the lessons themselves."""
-    columns = {"memory": "memory_ratio", "time": "time_ratio", "BERT-large, predicted": "bert_large_memory_ratio"}
-    lines = [
-        "| technique | machine | " + " | ".join(columns) + " | what it changes | where it does not help |",
-        "|---|---|" + "---|" * len(columns) + "---|---|",
-    ]
-    for name in names:
-        course = bounds.facts(name)
-        for position, (there, run) in enumerate(recorded(name) or [({}, {"figures": {}})]):
-            figures = run["figures"]
-            if figures and not any("ratio" in figure for figure in figures):
-                break  # a lesson that only looks
-            cells = [f"× {figures[figure]:.2f}" if figure in figures else "–" for figure in columns.values()]
-            if position and set(cells) == {"–"}:
-                continue
-            first = [f"[{course['title']}](notebooks/{name}.ipynb)"] if position == 0 else [""]
-            last = [course["changes"], course["no_help"]] if position == 0 else ["", ""]
-            where = there["name"] if there else "not yet"
-            lines.append("| " + " | ".join([*first, where, *cells, *last]) + " |")
-    return "\n".join(lines)
+def memory_of(runs: list[tuple[dict, dict]]) -> str:
+    """Counted on a virtual T4; else predicted for BERT-large."""
+    for there, run in runs:
+        if there["name"] == "virtual Tesla T4" and "memory_ratio" in run["figures"]:
+            return f"× {run['figures']['memory_ratio']:.2f}"
+    predicted = [run["figures"]["bert_large_memory_ratio"] for _, run in runs
+                 if "bert_large_memory_ratio" in run["figures"]]  # fmt: skip
+    return f"× {predicted[0]:.2f}, predicted" if predicted else "–"
+
+
+def time_of(runs: list[tuple[dict, dict]]) -> str:
+    """On a real GPU where one recorded it, else on a CPU."""
+    timed = [(there, run["figures"]["time_ratio"]) for there, run in runs if "time_ratio" in run["figures"]]
+    timed.sort(key=lambda both: both[0]["device"] == "cpu")
+    return f"× {timed[0][1]:.2f}, {timed[0][0]['name'].removeprefix('NVIDIA ').split()[0]}" if timed else "–"
 
 
 def decisions_table(content: dict) -> str:
@@ -290,8 +280,7 @@ def stamped(address: str) -> dict[Path, str]:
         r'REPOSITORY = \\".*?\\"', lambda _: f'REPOSITORY = \\"{address}\\"', recording.read_text(encoding="utf-8")
     )
     readme = ROOT / "README.md"
-    texts[readme] = between(readme.read_text(encoding="utf-8"), "lessons", readme_table(bounds.lessons()))
-    texts[readme] = between(texts[readme], "techniques", techniques_table(bounds.lessons()))
+    texts[readme] = between(readme.read_text(encoding="utf-8"), "lessons", lessons_table(bounds.lessons()))
     for path, name, table in ((COMPARED, "predictors", predictors_table), (DECISIONS, "decisions", decisions_table)):
         if path.exists():  # else what was found elsewhere stays
             texts[readme] = between(texts[readme], name, table(json.loads(path.read_text(encoding="utf-8"))))

@@ -6,6 +6,7 @@ import json
 import decide
 import pytest
 import stamp
+from matplotlib.image import imread
 from test_forks import EVERY
 
 from notebooks import lessons
@@ -60,10 +61,24 @@ def test_every_lesson_says_what_it_changes_and_where_it_does_not_help():
             assert lesson.course.get(key), f"{lesson.name} needs {key!r} in its facts"
 
 
-def test_a_technique_is_shown_with_its_recorded_figures():
-    shown = stamp.techniques_table([lesson.name for lesson in lessons()])
-    (recording,) = (content for content in stamp.bounds.recordings() if content["machine"]["device"] == "cpu")
-    figures = recording["lessons"]["05_gradient_checkpointing"]["figures"]
-    (row,) = (line for line in shown.splitlines() if "05_gradient_checkpointing" in line)
-    assert f"| CPU | × {figures['memory_ratio']:.2f} | × {figures['time_ratio']:.2f} |" in row
-    assert "nothing: the same gradient to the bit" in row and "00_memory_anatomy" not in shown
+def test_a_lesson_is_shown_with_its_recorded_figures():
+    """Memory of BERT-large on a virtual T4, time of a real GPU; of what no GPU has, the prediction and the CPU's."""
+    (virtual,) = (one for one in stamp.bounds.recordings("real-size") if "Tesla T4" in one["machine"]["name"])
+    (real,) = (one for one in stamp.bounds.recordings() if one["machine"]["name"].startswith("NVIDIA H100"))
+    name = "05_gradient_checkpointing"
+    memory, time = (one["lessons"][name]["figures"] for one in (virtual, real))
+    row = stamp.lessons_table([name]).splitlines()[-1]
+    assert f"| × {memory['memory_ratio']:.2f} | × {time['time_ratio']:.2f}, H100 |" in row
+    assert "nothing: the same gradient to the bit" in row
+    on_a_cpu = ({"name": "CPU", "device": "cpu"}, {"figures": {"bert_large_memory_ratio": 0.5, "time_ratio": 2.0}})
+    assert (stamp.memory_of([on_a_cpu]), stamp.time_of([on_a_cpu])) == ("× 0.50, predicted", "× 2.00, CPU")
+    assert stamp.memory_of([]) == stamp.time_of([]) == "–"
+
+
+def test_readme_opens_with_the_picture(tmp_path):
+    """Its bytes differ from one matplotlib to the next; what it shows is the prediction."""
+    decide.picture(tmp_path / "made.png")
+    there, made = (imread(path) for path in (decide.PICTURE, tmp_path / "made.png"))
+    assert there.shape == made.shape and abs(there - made).mean() < 0.02, "python scripts/decide.py --picture"
+    first = (decide.ROOT / "README.md").read_text(encoding="utf-8").split("\n\n")[1]
+    assert decide.PICTURE.relative_to(decide.ROOT).as_posix() in first

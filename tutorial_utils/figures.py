@@ -96,8 +96,11 @@ def memory_bars(reports: dict[str, Memory], card: int | None = None, card_name="
     _show(axes, show=show)
 
 
-def timeline(reports: Memory | dict[str, Memory]):
-    """Memory by role after each operation of the step, with the phase it belongs to; of several, one below another."""
+def timeline(reports: Memory | dict[str, Memory], show=None):
+    """Memory by role after each operation of the step, with the phase it belongs to; of several, one below another.
+
+    show: what takes the picture, in place of display.
+    """
     reports = reports if isinstance(reports, dict) else {"": reports}
     _some("reports", reports, Memory)
     if (panels := _axes(0.8 + 2.2 * len(reports), len(reports))) is None:
@@ -108,7 +111,7 @@ def timeline(reports: Memory | dict[str, Memory]):
         axes.set(ylabel=f"{name}, {unit}" if name else f"tensor memory, {unit}")
         axes.set(ylim=(0, 1.05 * max(report.peak for report in reports.values()) / scale))
     axes.set_xlabel("operations of one training step")
-    _show(axes)
+    _show(axes, show=show)
 
 
 def _over_time(axes, report: Memory, scale: int):
