@@ -23,6 +23,11 @@ record: $(if $(CARD),$(VIRTUAL)/installed)
 record-predictions: $(if $(CARD),$(VIRTUAL)/installed)
 	$(call ON,small) scripts/record_predictions.py
 
+# What each technique of notebooks/recipe.py saves on a virtual T4.
+recipe: CARD ?= T4
+recipe: $(VIRTUAL)/installed
+	$(call ON,small) scripts/recipe.py
+
 lab: .venv/installed
 	PYTHONPATH="$(CURDIR)" $(BIN)/jupyter lab --notebook-dir=notebooks
 
@@ -69,4 +74,4 @@ $(VIRTUAL)/installed: requirements.txt .venv/installed
 	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -r requirements.txt
 	touch $@
 
-.PHONY: course lesson record record-predictions lab test test-all all-of kit platform virtual-gpu virtual-gpu-test runner
+.PHONY: course lesson record record-predictions recipe lab test test-all all-of kit platform virtual-gpu virtual-gpu-test runner

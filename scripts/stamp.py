@@ -22,6 +22,7 @@ from tutorial_utils.figures import size  # noqa: E402
 SETUP = Path(__file__).with_name("setup_cell.py")
 COMPARED = ROOT / "tutorial_utils" / "facts" / "predictions" / "compared.json"
 DECISIONS, PUBLISHED = COMPARED.with_name("decisions.json"), COMPARED.with_name("published.json")
+RECIPE = COMPARED.with_name("recipe.json")
 PREDICTORS = {
     "step_memory": "`predict.step_memory`",
     "MemTracker": "PyTorch's `MemTracker`",
@@ -238,6 +239,33 @@ def rows_of(published: dict, table: str) -> list[dict]:
     return [row for row in published["rows"] if row["table"] == table]
 
 
+def savings_table(found: dict) -> str:
+    """What scripts/recipe.py counted without each technique."""
+    files = {name[:2]: name for name in bounds.lessons()}
+    lines = ["| the recipe | tensors | card |", "|---|---|---|", f"| with all of them | {counted(found['all'])} |"]
+    for name, one in found["without"].items():
+        link = f"[{one['lesson']}]({files[one['lesson']]}.ipynb)"
+        lines.append(f"| without {name} ({link}) | {counted(one['counted'])} |")
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return "\n".join(
+        [*lines, "", f"Counted on a {found['machine']} on {found['date']}, with {versions}: `make recipe`."]
+    )
+
+
+def counted(bytes_of: dict | str) -> str:
+    return "– | does not fit" if isinstance(bytes_of, str) else " | ".join(map(size, bytes_of.values()))
+
+
+def tokens_table(found: dict) -> str:
+    names = {"fixed": "all texts padded to 512", "07": "each batch to its longest text (lesson 07)",
+             "08": "and texts of like lengths in a batch (lesson 08)"}  # fmt: skip
+    lines = ["| padding | tokens | of which are text |", "|---|---|---|"]
+    for key, name in names.items():
+        count = found["tokens"][key]
+        lines.append(f"| {linked(name, '')} | {count:,} | {found['tokens']['texts'] / count:.0%} |")
+    return "\n".join(lines)
+
+
 def choices(row: dict) -> dict:
     return {name: value for name, value in row.items() if name not in ("predicted", "measured", "left_out")}
 
@@ -284,11 +312,17 @@ def stamped(address: str) -> dict[Path, str]:
     for path, name, table in ((COMPARED, "predictors", predictors_table), (DECISIONS, "decisions", decisions_table)):
         if path.exists():  # else what was found elsewhere stays
             texts[readme] = between(texts[readme], name, table(json.loads(path.read_text(encoding="utf-8"))))
-    own = {COMPARED.name, DECISIONS.name, PUBLISHED.name}
+    own = {COMPARED.name, DECISIONS.name, PUBLISHED.name, RECIPE.name}
     recordings = [
         json.loads(p.read_text(encoding="utf-8")) for p in sorted(COMPARED.parent.glob("*.json")) if p.name not in own
     ]
     texts[readme] = between(texts[readme], "predictions", predictions_table(recordings))
+    page = ROOT / "notebooks" / "recipe.md"
+    found = json.loads(RECIPE.read_text(encoding="utf-8"))
+    script = f"```python\n{page.with_suffix('.py').read_text(encoding='utf-8')}```"
+    texts[page] = page.read_text(encoding="utf-8")
+    for name, content in (("savings", savings_table(found)), ("tokens", tokens_table(found)), ("script", script)):
+        texts[page] = between(texts[page], name, content)
     beside = ROOT / "virtual_gpu" / "README.md"
     texts[beside] = between(beside.read_text(encoding="utf-8"), "guide", published_table(recordings))
     for name, table in (("sdpa", sdpa_table), ("mrpc", mrpc_table)):

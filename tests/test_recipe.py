@@ -1,0 +1,81 @@
+"""The recipe: one competition script with the techniques that go together."""
+
+import numpy as np
+import pytest
+import recipe
+import torch
+
+from tutorial_utils import data
+
+
+@pytest.fixture
+def script(stranger_files, monkeypatch):
+    """The recipe's functions, for a CPU and a small model without dropout."""
+    monkeypatch.setenv("DATA", str(stranger_files / "scores"))
+    monkeypatch.setenv("MODEL", str(stranger_files / "bert"))
+    made = recipe.recipe({})
+    made["CFG"].max_length, made["CFG"].encoder_lr, made["CFG"].head_lr = 64, 2e-4, 1e-3
+    return made
+
+
+def texts(script, count=None):
+    frame = script["pd"].read_csv(f"{script['CFG'].data}/train.csv").iloc[:count]
+    tokenizer = script["AutoTokenizer"].from_pretrained(script["CFG"].model)
+    return script["Texts"](frame, tokenizer), script["collator"](tokenizer)
+
+
+def test_it_is_one_short_file_and_each_edit_is_of_it():
+    assert len(recipe.SCRIPT.read_text().splitlines()) <= 150
+    for name, (_, edits) in recipe.WITHOUT.items():
+        assert recipe.recipe(edits)["Model"], name
+
+
+def test_it_learns_and_predicts_rows_without_targets_in_their_order(script, capsys):
+    submission = script["main"]()
+    test = script["pd"].read_csv(f"{script['CFG'].data}/test.csv")
+    assert submission["id"].equals(test["id"]) and submission.notna().all(axis=None)
+    errors = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if "MCRMSE" in line]
+    epochs, folds = script["CFG"].epochs, script["CFG"].folds
+    assert len(errors) == epochs * folds and all(
+        errors[i + epochs - 1] < errors[i] for i in range(0, len(errors), epochs)
+    )
+
+
+def test_predictions_are_those_of_each_text_alone(script):
+    rows, collate = texts(script, 40)
+    torch.manual_seed(0)
+    model = script["Model"]()
+    together = script["predict"](model, rows, collate)
+    with torch.no_grad():
+        alone = torch.cat([model(collate([rows[i]])[0]) for i in range(len(rows))]).numpy()
+    assert np.abs(together - alone).max() < 1e-5
+
+
+def test_an_epoch_moves_the_weights_as_large_batches_do(script):
+    """SGD at a rate of 1 over 32 texts, in four micro-batches: the gradient of the mean loss over all of them."""
+    rows, collate = texts(script, 30)  # the last micro-batch is short
+    torch.manual_seed(0)
+    model = script["Model"]().double()
+    before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    inputs, targets = collate([rows[i] for i in range(len(rows))])
+    model.train()
+    torch.nn.functional.smooth_l1_loss(model(inputs), targets.double()).backward()
+    expected = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
+    model.zero_grad()
+    script["CFG"].max_norm = float("inf")
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), torch.amp.GradScaler(enabled=False)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    script["train_epoch"](model, rows, collate, torch.nn.SmoothL1Loss(), optimizer, scheduler, scaler)
+    moved = before - torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    assert (moved - expected).norm() < 1e-5 * expected.norm()
+    assert all(parameter.grad is None for parameter in model.backbone.embeddings.parameters())
+
+
+def test_batches_of_like_lengths_have_each_text_once_and_little_padding(script):
+    lengths = np.array([len(text.split()) for text in data.load().train["text"][:2000]])
+    torch.manual_seed(0)
+    first, second = (script["length_batches"](lengths, 8) for _ in range(2))
+    assert sorted(sum(first, [])) == list(range(2000)) and first != second
+    padded = sum(len(rows) * lengths[rows].max() for rows in first)
+    at_random = sum(8 * lengths[i : i + 8].max() for i in range(0, 2000, 8))
+    assert padded < 0.6 * at_random
