@@ -1,6 +1,8 @@
 import os
+from types import SimpleNamespace
 
 import pytest
+import strangers
 import torch
 import torch._dynamo
 from stranger import Ratings, regressor
@@ -11,6 +13,7 @@ from notebooks import copied, lesson, proof_fails, run, source
 
 LESSON = lesson("14")
 COPIED = copied(LESSON)
+CELLS = {cell["id"]: source(cell) for cell in LESSON.cells}
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +58,12 @@ def no_compiler(monkeypatch, tmp_path):
     ("old", "new"),
     [
         ("    torch.manual_seed(7)\n    loss", "    torch.manual_seed(7 + (network is after))\n    loss"),
-        ('faithful = {"dynamic": True', 'faithful = {"dynamic": False'),
+        ("compile_somehow(after, dynamic=True", "compile_somehow(after, dynamic=False"),
         ("        layer.compile(**options)", "        pass"),
-        ("    loss.backward()\n    gradients", "    (loss * (2 if network is after else 1)).backward()\n    gradients"),
+        ("autograd.grad(loss,", "autograd.grad(loss * (2 if network is after else 1),"),
+        ("return loss.item(),", "return loss.item() + 1e-4 * (network is after),"),
     ],
-    ids=["other random numbers", "a graph for each shape", "nothing compiled", "a gradient of twice the size"],
+    ids=["other random numbers", "a graph for each shape", "nothing compiled", "twice the gradient", "another loss"],
 )
 def test_proof_can_fail(old, new, no_compiler):
     """By aot_eager, whose graphs are the same."""
@@ -71,11 +75,14 @@ def test_copied():
 
     def trained(prepare):
         model = regressor(layers=3).eval()
-        model.train = lambda mode=True: model  # dropout off, whatever the copied step says
         prepared = prepare(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        batches = DataLoader(Ratings(24), batch_size=8)
-        losses = [COPIED["train_step"](model, optimizer, batch) for batch in batches]
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+        for batch in DataLoader(Ratings(24), batch_size=8):
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
         return prepared, losses, list(model.parameters()), list(model.state_dict())
 
     _, losses, weights, names = trained(lambda model: None)
@@ -87,29 +94,38 @@ def test_copied():
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(weights, compiled_weights, strict=True))
 
 
-def test_a_deep_decoder_is_compiled_once():
-    """Twelve layers, whose caches are numbered, and one graph that all of them run."""
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=12, n_head=2, n_positions=16))
+def counting():
+    """A backend that counts, and its graphs made and run."""
     made, ran = [], []
 
     def backend(graph, _):
         made.append(graph)
         return lambda *arguments: (ran.append(1), graph(*arguments))[1]
 
+    return backend, made, ran
+
+
+@pytest.mark.parametrize(("use_cache", "graphs"), [(False, 1), (True, 8)], ids=["as the page says", "with the cache"])
+def test_a_deep_decoder_is_compiled_once(use_cache, graphs):
+    """Twelve layers, whose caches are numbered, and one graph that all of them run; else the limit's eight."""
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=12, n_head=2, n_positions=16))
+    backend, made, ran = counting()
+    model.config.use_cache = use_cache
     assert COPIED["compile_layers"](model, backend=backend) == 12
     made.clear()
     ran.clear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     texts = torch.ones(2, 8, dtype=torch.long)
     for _ in range(2):
-        COPIED["train_step"](model, optimizer, {"input_ids": texts, "labels": texts})
-    assert (len(made), len(ran)) == (1, 24)
+        model(input_ids=texts, labels=texts).loss.backward()
+    assert (len(made), len(ran)) == (graphs, 2 * (12 if graphs == 1 else 8))
 
 
-def test_a_model_without_a_list_of_layers_is_not_called_compiled():
-    model = BertModel(BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)).pooler
-    model.config, model.device = BertConfig(), torch.device("cpu")
-    assert not COPIED["compile_layers"](model, backend="eager")
+def test_what_is_not_compiled_is_not_called_compiled():
+    pooler = BertModel(BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)).pooler
+    torchs = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 3)
+    dropouts = torch.nn.ModuleList(torch.nn.Dropout(p) for p in (0.1, 0.2))
+    for model in (pooler, torchs, torch.nn.ModuleList([torch.nn.Linear(2, 2), dropouts])):
+        assert COPIED["compile_layers"](model, backend="eager") == 0
 
 
 def test_without_a_compiler(no_compiler, capsys):
@@ -142,8 +158,7 @@ def test_a_gpu_that_is_too_old(monkeypatch, capsys):
 
 def test_needs_by_the_facts():
     namespace = {}
-    cell = next(cell for cell in LESSON.code if "def needs(" in source(cell))
-    exec(source(cell).split("\n\n\n")[0], namespace)
+    exec(CELLS["needs"], namespace)
     needs = namespace["needs"]
     assert needs("cpu") is None and "C++" in needs("cpu", compiler=False)
     assert "7.0" in needs("cuda", (6, 0)) and needs("cuda", (7, 5)) is None and needs("cuda", (7, 0), triton=False)
@@ -155,10 +170,74 @@ def test_nothing_stays_on_disk(monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
     namespace = {}
     run(source(LESSON.tagged("setup")[0]), namespace)
-    run(source(next(cell for cell in LESSON.code if "TemporaryDirectory()" in source(cell))), namespace)
+    run(CELLS["start"], namespace)
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     place = namespace["folder"].name
     assert cache_dir() == place and os.path.exists(place)
     namespace.clear()
     assert not os.path.exists(place)
+
+
+def graphs_made():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def in_a_script(name, edits, call):
+    """Run a stranger's script plain and compiled: what each gives, and the graphs that the second made."""
+    plain, changed = strangers.load(name), strangers.load(name, LESSON.source("copy"), edits)
+    before, start = call(plain), graphs_made()
+    after = call(changed)
+    return before, after, graphs_made() - start - 1  # less the one of the try
+
+
+def apart(one, other):
+    return max((a - b).abs().max().item() for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_in_a_strangers_classifier(stranger_files, capsys):
+    files = dict(train=stranger_files / "train.csv", valid=stranger_files / "valid.csv")
+    arguments = SimpleNamespace(model=stranger_files / "bert", **files, epochs=1, batch_size=32)
+    line = 'print(compile_layers(model, dynamic=True, backend="aot_eager"), "layers compiled")'
+    before_loop = "    for epoch in range(args.epochs):\n"
+    before, after, graphs = in_a_script(
+        "classifier", {before_loop: f"    {line}\n{before_loop}"}, lambda s: s.main(arguments)
+    )
+    accuracy, compiled, same_accuracy = capsys.readouterr().out.splitlines()
+    assert compiled == "4 layers compiled" and accuracy == same_accuracy
+    assert graphs == 2, "one to train, one to evaluate, whatever the lengths"
+    assert apart(before, after) <= 1e-5 and list(before.state_dict()) == list(after.state_dict())
+
+
+@pytest.mark.parametrize("apex", [False, True], ids=["fp32", "autocast and a scaler"])
+def test_in_a_strangers_competition_script(stranger_files, monkeypatch, apex):
+    """By Inductor, in fp32: the submission is the plain one's, row by row."""
+    monkeypatch.setenv("DATA", str(stranger_files / "scores"))
+    monkeypatch.setenv("MODEL", str(stranger_files / "bert"))
+    line = "assert compile_layers(model, dynamic=True%s) == 4" % (', backend="aot_eager"' if apex else "")
+    after_model = "    model = CustomModel().to(CFG.device)\n"
+
+    def submitted(script):
+        script.CFG.apex = apex
+        return script.main()
+
+    edits = {after_model: f"{after_model}    {line}\n"}
+    (before, submission), (after, other), graphs = in_a_script("competition", edits, submitted)
+    assert graphs == 2
+    if not apex:  # which rounds to bf16
+        assert apart(before, after) <= 1e-3
+    assert (submission.id == other.id).all() and other.notna().all(axis=None)
+    assert (submission - other).abs().max().max() <= (0.05 if apex else 1e-3)
+
+
+def test_in_a_strangers_decoder(stranger_files, capsys):
+    after_model = "    model = AutoModelForCausalLM.from_pretrained(model_path).to(device)\n"
+    lines = (
+        '    model.config.use_cache = False\n    assert compile_layers(model, dynamic=True, backend="aot_eager") == 2\n'
+    )
+    files = [stranger_files / name for name in ("llama", "bert", "train.jsonl", "valid.jsonl")]
+    before, after, graphs = in_a_script("decoder", {after_model: after_model + lines}, lambda s: s.main(*files))
+    assert graphs <= 3, "to train and to evaluate; batches of 16 are as heads, 16 wide, so the last of 8 is another"
+    assert apart(before, after) <= 1e-4
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[: len(printed) // 2] == printed[len(printed) // 2 :], "the same losses and perplexity"
