@@ -1,35 +1,73 @@
 import copy
 import functools
 import importlib.util
+import json
+import shutil
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import strangers
 import torch
 from stranger import Ratings, regressor
 from torch.utils.data import DataLoader
 
-from notebooks import copied, lesson, names, proof_fails, run, source
-from tutorial_utils import models
+from notebooks import copied, lesson, names, proof_fails, run, source, tags
+from tutorial_utils import measure, models
 
 LESSON = lesson("12")
 COPIED = copied(LESSON)
+NO_MASK = "lambda part, args, options: (args, {**options, 'attention_mask': None}), with_kwargs=True"
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("        model.set_attn_implementation(wanted)", "        pass"),
-        ('of_bert("sdpa", padded_texts)', 'of_bert("sdpa", full_texts)'),
-        ("scale=(query.shape[-1] * terms) ** -0.5", "scale=query.shape[-1] ** -0.5"),
-        ("bias = bias.masked_fill(~attention_mask.bool(), torch.finfo(bias.dtype).min)", "bias = bias.detach()"),
+        ('            part.set_attn_implementation("sdpa")', "            pass"),
+        ('part.set_attn_implementation("sdpa")',
+         f'part.set_attn_implementation("sdpa"); part.register_forward_pre_hook({NO_MASK})'),
+        ("part.__class__ = Recomputed", "part.__class__ = Recomputed; part.dropout.p = 0.0"),
         ("use_reentrant=False, **options)", "use_reentrant=False, preserve_rng_state=False, **options)"),
     ],
-    ids=["never switched", "mask dropped", "wrong scale", "bias without mask and gradient",
-         "random state not restored"],
+    ids=["never switched", "mask dropped", "dropout lost", "random state not restored"],
 )  # fmt: skip
 def test_proof_can_fail(old, new):
     proof_fails(LESSON, old, new)
+
+
+def cell(name):
+    """The code cell with this id."""
+    return next(cell for cell in LESSON.code if cell["id"] == name)
+
+
+def needed_for(name):
+    """The sources of a cell and of those before it that define what it uses."""
+    *before, last = LESSON.code[: LESSON.code.index(cell(name)) + 1]
+    needed, (_, uses) = [last], names(source(last))
+    for one in reversed(before):
+        defines, used = names(source(one))
+        if defines & uses or "setup" in tags(one):
+            needed.insert(0, one)
+            uses = (uses - defines) | used
+    return [source(one) for one in needed]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("scale=(query.shape[-1] * terms) ** -0.5", "scale=query.shape[-1] ** -0.5"),
+        ("bias = bias.masked_fill(~attention_mask.bool(), torch.finfo(bias.dtype).min)", "bias = bias.detach()"),
+    ],
+    ids=["wrong scale", "bias without mask and gradient"],
+)
+def test_sdpa_with_a_bias_can_be_wrong(old, new):
+    sources = needed_for("bias-proof")
+    assert sum(old in code for code in sources) == 1
+    namespace = {}
+    with pytest.raises(AssertionError):
+        for code in sources:
+            run(code.replace(old, new), namespace)
+    assert "biased" in namespace, "it fails where the two are compared"
 
 
 def sdpa_calls(monkeypatch):
@@ -49,66 +87,35 @@ def test_copied(monkeypatch):
     batch["attention_mask"][0, 20:] = 0
     calls = sdpa_calls(monkeypatch)
 
-    def stepped(wanted):
-        model = regressor()
+    def stepped(lean):
+        model = models.without_dropout(regressor())
         model.set_attn_implementation("eager")
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-        assert COPIED["choose_attention"](model, wanted) == wanted
+        if lean:
+            assert COPIED["lean_attention"](model) is model
         for layer in model.distilbert.transformer.layer:
             layer.attention.dropout.p = 0.0
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         calls.clear()
-        loss = COPIED["train_step"](model, optimizer, batch)
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
         return len(calls), [loss, *(parameter.detach() for parameter in model.parameters())]
 
-    (without, eager), (with_sdpa, sdpa) = stepped("eager"), stepped("sdpa")
+    (without, eager), (with_sdpa, sdpa) = stepped(False), stepped(True)
     assert (without, with_sdpa) == (0, 2) and calls[0] is not None
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(eager, sdpa, strict=True))
 
 
-@pytest.mark.parametrize("wanted", ["flash_attention_2", "typing_error"])
-def test_refusals_leave_the_model_as_it_was(wanted, capsys):
-    model = regressor()
-    assert COPIED["choose_attention"](model, "eager") == "eager"
-    assert COPIED["choose_attention"](model, wanted) == "eager"
-    said = capsys.readouterr().out
-    assert said.endswith("staying with eager\n") and len(said.splitlines()) == 1
-    COPIED["train_step"](model, torch.optim.SGD(model.parameters(), lr=0.1), next(iter(DataLoader(Ratings(4)))))
+def test_a_model_that_cannot_be_switched_stays_as_it_was():
+    """A DeBERTa of the first version has no SDPA, and another attention than v2's."""
+    from transformers import DebertaConfig, DebertaModel
 
-
-def test_deberta_is_told_apart(capsys):
-    sizes = dict(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=32, vocab_size=50)
-    model = models.build("deberta-v3-small", **sizes)
-    assert COPIED["choose_attention"](model) == "eager"
-    assert capsys.readouterr().out == "DebertaV2ForSequenceClassification has no sdpa: staying with eager\n"
-
-
-def test_flex_is_refused_with_attention_dropout_alone(capsys):
-    """Each family has another name for it. DistilBERT's is `attention_dropout`, T5's `dropout_rate`."""
-    model = regressor()
-    before = COPIED["choose_attention"](model, "sdpa")
-    assert COPIED["choose_attention"](model, "flex_attention") == before == "sdpa"
-    assert "no flex_attention with attention dropout: staying with sdpa" in capsys.readouterr().out
-    model.config.attention_dropout = 0.0
-    assert COPIED["choose_attention"](model, "flex_attention") == "flex_attention"
-
-    sizes = dict(d_model=32, d_kv=16, d_ff=32, num_layers=1, num_decoder_layers=1, num_heads=2, vocab_size=50)
-    t5 = models.build("t5-base", **sizes)
-    before = COPIED["choose_attention"](t5, "eager")
-    assert COPIED["choose_attention"](t5, "flex_attention") == before == "eager"
-    t5.config.dropout_rate = 0.0
-    flex = "flex_attention" if t5._supports_flex_attn else "eager"  # older versions have none for T5
-    assert COPIED["choose_attention"](t5, "flex_attention") == flex
-    capsys.readouterr()
-    assert COPIED["choose_attention"](t5, "flash_attention_2") == flex
-    assert f"has no flash_attention_2: staying with {flex}" in capsys.readouterr().out
-
-
-def cell(start):
-    """The source of the code cell that defines a name."""
-    return next(source(c) for c in LESSON.code if start in names(source(c))[0])
+    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50)
+    model = DebertaModel(DebertaConfig(**sizes)).eval()
+    before = model(torch.arange(5, 25)[None]).last_hidden_state
+    COPIED["lean_attention"](model)
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(model(torch.arange(5, 25)[None]).last_hidden_state, before)
 
 
 def small_deberta():
@@ -117,11 +124,9 @@ def small_deberta():
     return models.build("deberta-v3-small", **sizes).train()
 
 
-def test_checkpoint_attention_stands_alone():
-    """Copied alone: the attention is computed once more in the backward pass, and no gradient changes."""
-    namespace, calls = {}, []
-    run(cell("checkpoint_attention"), namespace)
-    ids = torch.arange(5, 45).view(2, 20)
+def test_deberta_computes_its_attention_again(capfd):
+    """In the backward pass, and no gradient changes; weights keep their names; nothing is logged."""
+    calls, ids = [], torch.arange(5, 45).view(2, 20)
 
     def gradients(model):
         for layer in model.deberta.encoder.layer:
@@ -135,24 +140,23 @@ def test_checkpoint_attention_stands_alone():
 
     model = small_deberta()
     for _ in range(2):  # a second call does nothing
-        namespace["checkpoint_attention"](model)
+        COPIED["lean_attention"](model)
+    assert capfd.readouterr() == ("", "")
+    assert list(model.state_dict()) == list(small_deberta().state_dict())
     (plain, expected), (twice, found) = gradients(small_deberta()), gradients(model)
     assert (plain, twice) == (2, 4)
     assert len(expected) == len(found) and all(map(torch.equal, expected, found))
-    with pytest.raises(ValueError, match="DistilBertForSequenceClassification has no disentangled attention"):
-        namespace["checkpoint_attention"](regressor())
 
 
-@pytest.mark.parametrize("prepare", ["checkpoint_attention", "forward on the module"])
+@pytest.mark.parametrize("prepare", ["lean_attention", "forward on the module"])
 def test_a_replica_computes_with_its_own_weights(prepare):
     """Two GPUs imitated: nn.DataParallel's copy of the attention, with other weights."""
-    namespace, model = {}, small_deberta().eval()
-    run(cell("checkpoint_attention"), namespace)
+    model = small_deberta().eval()
     first = model.deberta.encoder.layer[0].attention.self
-    if prepare == "checkpoint_attention":
-        namespace["checkpoint_attention"](model)
+    if prepare == "lean_attention":
+        COPIED["lean_attention"](model)
     else:
-        first.forward = functools.partial(namespace["checkpoint"], first.forward, use_reentrant=False)
+        first.forward = functools.partial(COPIED["checkpoint"], first.forward, use_reentrant=False)
     replica = first._replicate_for_data_parallel()
     replica._modules = {name: copy.deepcopy(child) for name, child in first._modules.items()}
     for parameter in replica._modules["value_proj"].parameters():
@@ -160,17 +164,22 @@ def test_a_replica_computes_with_its_own_weights(prepare):
     inputs = torch.randn(1, 4, 32), torch.ones(1, 1, 4, 4), False, None, None, torch.randn(512, 32)
     assert first(*inputs)[0].any()
     own = not replica(*inputs)[0].any()
-    assert own == (prepare == "checkpoint_attention")
+    assert own == (prepare == "lean_attention")
 
 
 def test_flash_attention_from_the_package_kernels(monkeypatch):
     """Imitated: flash-attn is not installed, `kernels` is, and gives a compiled one."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "kernels" or None)
     said = {torch.float32: ["only float16. You should not"], torch.bfloat16: []}
-    namespace = {"importlib": importlib, "torch": torch, "accepted": said.get, "new_model": lambda *a: None,
-                 "tried": lambda wanted: "forward and backward",
-                 "choose_attention": lambda *a: "kernels-community/flash-attn2"}  # fmt: skip
-    assert "asked for: forward and backward" in run(cell("in_fp32"), namespace)
+    namespace = {"importlib": importlib, "torch": torch, "accepted": said.get,
+                 "trials": {"flash_attention_2": "forward and backward"}}  # fmt: skip
+    assert "asked for: forward and backward" in run(source(cell("pitfall-package")), namespace)
+
+
+def packages(device="cpu"):
+    namespace = {"here": SimpleNamespace(device=device), "names": SimpleNamespace(checkpoint_layers=None)}
+    namespace |= {"lean_attention": None, "sdpa_with_bias": None}
+    return namespace, run(source(cell("packages")), namespace)
 
 
 def test_a_package_that_is_installed_is_measured(monkeypatch):
@@ -179,13 +188,99 @@ def test_a_package_that_is_installed_is_measured(monkeypatch):
     module.optimize_deberta_training = lambda deberta, backend: called.append(backend)
     module.__spec__ = SimpleNamespace(name="disentangled_flash")
     monkeypatch.setitem(sys.modules, "disentangled_flash", module)
-    namespace = {"importlib": importlib, "ways": {}, "here": SimpleNamespace(device="cuda"), "torch": torch}
-    assert run(cell("small_deberta"), namespace) == ""
+    namespace, printed = packages("cuda")
+    assert printed == ""
     namespace["ways"]["disentangled_flash"](SimpleNamespace(deberta=None))
     assert called == ["triton"]
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    printed = run(cell("small_deberta"), {"importlib": importlib, "ways": {}, "torch": torch})
-    assert "disentangled_flash is not installed" in printed
+    assert "disentangled_flash is not installed" in packages()[1]
+
+
+def same_weights(one, other, start):
+    """Whether two models moved to the same place, within a thousandth of their way."""
+    vector = torch.nn.utils.parameters_to_vector
+    way = (vector(one.parameters()) - vector(start.parameters())).norm()
+    apart = (vector(one.parameters()) - vector(other.parameters())).norm()
+    return way > 0 and apart <= 1e-3 * way
+
+
+def peak_of(step, model):
+    return measure.memory(step, model).peak
+
+
+EAGER = ', attn_implementation="eager")'
+
+
+def test_in_a_strangers_classifier(stranger_files, capsys):
+    """A script that asks for eager: the same weights and accuracy, in less memory, through SDPA."""
+    load = "num_labels=train.label.nunique()).to(device)\n"
+    eager = {load: "num_labels=train.label.nunique()" + EAGER + ".to(device)\n"}
+    lean = {load: eager[load] + "    lean_attention(model)\n"}
+    plain = strangers.load("classifier", "", eager)
+    changed = strangers.load("classifier", LESSON.source("copy"), lean)
+    files = dict(train=stranger_files / "train.csv", valid=stranger_files / "valid.csv")
+    arguments = SimpleNamespace(model=stranger_files / "bert", **files, epochs=1, batch_size=32)
+    before, after = plain.main(arguments), changed.main(arguments)
+    one, other = capsys.readouterr().out.splitlines()
+    assert one == other, "the same accuracy"
+    torch.manual_seed(42)
+    start = plain.AutoModelForSequenceClassification.from_pretrained(stranger_files / "bert", num_labels=4)
+    assert same_weights(before, after, start)
+    assert (before.config._attn_implementation, after.config._attn_implementation) == ("eager", "sdpa")
+    batch = {"input_ids": torch.randint(5, 500, (4, 256)), "labels": torch.zeros(4, dtype=torch.long)}
+    peaks = [peak_of(lambda model=model: model.train()(**batch).loss.backward(), model) for model in (before, after)]
+    assert peaks[1] < 0.9 * peaks[0], peaks
+
+
+@pytest.fixture(scope="module")
+def deberta_folder(stranger_files, tmp_path_factory):
+    """A small DeBERTa-v3 with dropout and the strangers' tokenizer, as a competition script loads it."""
+    folder = tmp_path_factory.mktemp("deberta")
+    for path in stranger_files.joinpath("bert").iterdir():
+        if path.name not in ("config.json", "model.safetensors"):
+            shutil.copy(path, folder)
+    vocabulary = json.loads((stranger_files / "bert" / "config.json").read_text())["vocab_size"]
+    torch.manual_seed(0)
+    sizes = dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=2, intermediate_size=64)
+    models.build("deberta-v3-small", **sizes, vocab_size=vocabulary).base_model.save_pretrained(folder)
+    return folder
+
+
+BUILD = "    model = CustomModel().to(CFG.device)\n"
+
+
+@pytest.mark.parametrize("apex", [False, True], ids=["fp32", "autocast and a scaler"])
+def test_in_a_strangers_competition_script(stranger_files, deberta_folder, monkeypatch, apex):
+    """A DeBERTa as its backbone: the same weights and submission to the last bit, with dropout, in less memory."""
+    monkeypatch.setenv("DATA", str(stranger_files / "scores"))
+    monkeypatch.setenv("MODEL", str(deberta_folder))
+    plain = strangers.load("competition")
+    changed = strangers.load("competition", LESSON.source("copy"), {BUILD: BUILD + "    lean_attention(model)\n"})
+    plain.CFG.apex = changed.CFG.apex = apex
+    (before, submission), (after, submitted) = plain.main(), changed.main()
+    assert all(map(torch.equal, before.parameters(), after.parameters()))
+    assert submission.equals(submitted) and submitted.notna().all(axis=None)
+    inputs = {"input_ids": torch.randint(5, 500, (4, 256)), "attention_mask": torch.ones(4, 256, dtype=torch.long)}
+    peaks = [peak_of(lambda model=model: model.train()(inputs).sum().backward(), model) for model in (before, after)]
+    assert peaks[1] < 0.85 * peaks[0], peaks
+
+
+def test_in_a_strangers_decoder(stranger_files, capsys):
+    load = "AutoModelForCausalLM.from_pretrained(model_path)"
+    eager = load.replace(")", EAGER)
+    plain = strangers.load("decoder", "", {load: eager})
+    changed = strangers.load("decoder", LESSON.source("copy"), {load: f"lean_attention({eager})"})
+    files = [stranger_files / name for name in ("llama", "bert", "train.jsonl", "valid.jsonl")]
+    before = plain.main(*files)
+    after = changed.main(*files)
+    *_, one, other = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if "perplexity" in line)
+    assert other == pytest.approx(one, rel=1e-4)
+    assert same_weights(before, after, plain.AutoModelForCausalLM.from_pretrained(stranger_files / "llama"))
+    ids = torch.randint(5, 500, (2, 512))
+    peaks = [peak_of(lambda model=model: model(input_ids=ids, labels=ids).loss.backward(), model)
+             for model in (before, after)]  # fmt: skip
+    tables = 2 * 2 * 4 * 512**2 * 4  # of each layer one, without dropout
+    assert peaks[0] - peaks[1] > 0.95 * tables, peaks
