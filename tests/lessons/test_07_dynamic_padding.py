@@ -1,30 +1,38 @@
+from functools import partial
+from types import SimpleNamespace
+
+import numpy
 import pytest
+import strangers
 import torch
 from stranger import Ratings, regressor
+from torch.utils.data import DataLoader
 
 from notebooks import copied, lesson, proof_fails
-from tutorial_utils import data
+from tutorial_utils import data, measure
 
 LESSON = lesson("07")
 COPIED = copied(LESSON)
+dynamic_loader, rows_of = COPIED["dynamic_loader"], COPIED["rows_of"]
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("tiny(**batch.to(here.device))", "tiny(input_ids=batch['input_ids'], labels=batch['labels'])"),
-        ("batches.insert(0, first)", "pass"),
-        ("batches.insert(0, first)", "batches.insert(0, first + first[:1])"),
-        ("    of_tokens = ", "    tokenizer.padding_side = 'left'\n    of_tokens = "),
+        ("model(**batch.to(device))", "model(input_ids=batch.to(device)['input_ids'], labels=batch['labels'])"),
+        ("dynamic_loader(rows, tokenizer, BATCH, shuffle", "dynamic_loader(rows[1:], tokenizer, BATCH, shuffle"),
+        ('padding="longest"', 'padding=(setattr(tokenizer, "padding_side", "left"), "longest")[1]'),
+        ("    inputs, *targets =", "    rows = [*rows[:-1], rows[0]]\n    inputs, *targets ="),
+        ("partial(pad_rows, pad=pad), **options", "partial(pad_rows, pad=pad), **options | dict(shuffle=True)"),
     ],
-    ids=["no attention mask", "a batch lost", "a text twice", "positions moved"],
+    ids=["no attention mask", "a text lost", "positions moved", "a text twice", "validation shuffled"],
 )
 def test_proof_can_fail(old, new):
     proof_fails(LESSON, old, new)
 
 
 class Uneven(Ratings):
-    """Texts of 4 to 32 tokens."""
+    """Texts of 4 to 32 tokens, and their scores."""
 
     def __getitem__(self, index):
         whole = super().__getitem__(index)
@@ -33,33 +41,218 @@ class Uneven(Ratings):
 
 
 def test_copied():
-    """A regression with a data set class of its own: the same predictions on fewer tokens, the longest text first."""
-    model, examples, tokenizer = regressor().eval(), Uneven(26), data.tokenizer()
-    lengths = [len(examples[i]["input_ids"]) for i in range(26)]
-    predicted, tokens = {}, 0
-    batches = list(COPIED["dynamic_loader"](examples, tokenizer, 4))
-    for batch in batches:
-        tokens += batch["input_ids"].numel()
-        output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
-        predicted |= dict(zip(batch["labels"].tolist(), output.tolist()))
-    assert len(predicted) == 26 and sum(len(batch["labels"]) for batch in batches) == 26
-    for i in range(26):
-        alone = model(input_ids=examples[i]["input_ids"][None]).logits.item()
-        assert predicted[examples[i]["labels"].item()] == pytest.approx(alone, abs=1e-5)
-    assert tokens < 0.85 * 26 * max(lengths)
-    assert batches[0]["input_ids"].shape[1] == max(lengths)
+    """A regression with a data set class of its own: the same predictions in the rows' order, on fewer tokens."""
+    model, rows, tokenizer = regressor().eval(), Uneven(26), data.tokenizer()
+    batches = list(dynamic_loader(rows, tokenizer, 2))
+    outputs = [model(input_ids=b["input_ids"], attention_mask=b["attention_mask"]).logits[:, 0] for b in batches]
+    alone = [model(input_ids=row["input_ids"][None]).logits.item() for row in (rows[i] for i in range(26))]
+    torch.testing.assert_close(torch.cat(outputs), torch.tensor(alone), atol=1e-5, rtol=0)
+    assert torch.equal(torch.cat([batch["labels"] for batch in batches]), rows.scores)
+    longest = max(len(rows[i]["input_ids"]) for i in range(26))
+    assert sum(batch["input_ids"].numel() for batch in batches) < 0.85 * 26 * longest
 
 
-def test_another_seed_is_another_order_and_lengths_can_be_rounded_up():
-    examples, tokenizer = Uneven(26), data.tokenizer()
-    orders = [[i for batch in COPIED["dynamic_loader"](examples, tokenizer, 4, seed=seed).batch_sampler for i in batch]
-              for seed in (0, 0, 1)]  # fmt: skip
-    assert orders[0] == orders[1] != orders[2] and sorted(orders[2]) == list(range(26))
-    rounded = COPIED["dynamic_loader"](examples, tokenizer, 4, multiple=8)
-    assert all(batch["input_ids"].shape[1] % 8 == 0 for batch in rounded)
+def test_a_loader_shuffles_anew_in_each_epoch_and_only_when_asked():
+    rows = rows_of(data.tokenizer(), ["one", "two words", "three words here"] * 8, 16, number=range(24))
+
+    def epoch(loader):
+        return torch.cat([batch["number"] for batch in loader]).tolist()
+
+    shuffled = dynamic_loader(rows, data.tokenizer(), 4, shuffle=True, generator=torch.Generator().manual_seed(0))
+    first, second = epoch(shuffled), epoch(shuffled)
+    assert first != second and sorted(first) == sorted(second) == list(range(24))
+    assert epoch(dynamic_loader(rows, data.tokenizer(), 4)) == list(range(24))
 
 
-def test_labels_of_tokens_are_padded_with_what_the_loss_ignores():
-    examples = [{"input_ids": [5] * n, "attention_mask": [1] * n, "labels": [1] * n} for n in (3, 6)]
-    (batch,) = COPIED["dynamic_loader"](examples, data.tokenizer(), 2)
-    assert sorted(batch["labels"].tolist()) == [[1, 1, 1, -100, -100, -100], [1] * 6]
+def test_a_lost_label_is_an_error():
+    with pytest.raises(ValueError, match="shorter"):
+        rows_of(data.tokenizer(), ["one", "two"], 16, labels=[0])
+
+
+def test_lengths_can_be_rounded_up_and_options_reach_the_loader():
+    tokenizer = data.tokenizer()
+    rows = rows_of(tokenizer, ["one", "some more words than one"] * 5, 16)
+    batches = list(dynamic_loader(rows, tokenizer, 4, multiple=8, drop_last=True))
+    assert len(batches) == 2 and all(batch["input_ids"].shape[1] % 8 == 0 for batch in batches)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_labels_of_tokens_are_padded_with_what_the_loss_ignores(side):
+    tokenizer = data.tokenizer()
+    tokenizer.padding_side = side
+    rows = [{"input_ids": [5] * n, "attention_mask": [1] * n, "labels": [1] * n} for n in (3, 6)]
+    (batch,) = dynamic_loader(rows, tokenizer, 2, multiple=8, labels_of_tokens=True)
+    assert torch.equal(batch["labels"] != -100, batch["attention_mask"].bool())
+    assert batch["labels"].shape == (2, 8) and (batch["labels"] != -100).sum(1).tolist() == [3, 6]
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [torch.rand(6, 2), numpy.random.rand(6, 2).astype("float32"), [0.5] * 6, [{"a": 1}] * 6],
+    ids=["a tensor", "an array", "numbers", "dictionaries"],
+)
+def test_targets_beside_inputs(targets):
+    tokenizer = data.tokenizer()
+    rows = [*zip(rows_of(tokenizer, ["one", "two words"] * 3, 16), targets, range(6))]
+    (batch,) = dynamic_loader(rows, tokenizer, 6)
+    inputs, found, numbers = batch
+    assert numbers.tolist() == list(range(6)) and inputs["input_ids"].shape == (6, 4)
+    if isinstance(targets, torch.Tensor):
+        assert torch.equal(found, targets) and found.dtype == torch.float32
+
+
+def test_it_crosses_to_workers():
+    """Which a function inside a function could not."""
+    tokenizer = data.tokenizer()
+    rows = rows_of(tokenizer, ["one", "two words"] * 3, 16)
+    loaders = (dynamic_loader(rows, tokenizer, 2, num_workers=n) for n in (0, 1))
+    one, other = ([batch["input_ids"] for batch in loader] for loader in loaders)
+    assert all(map(torch.equal, one, other))
+
+
+def same_weights(one, other, start):
+    """Whether two models moved to the same place, within a thousandth of their way."""
+    vector = torch.nn.utils.parameters_to_vector
+    way = (vector(one.parameters()) - vector(start.parameters())).norm()
+    apart = (vector(one.parameters()) - vector(other.parameters())).norm()
+    return way > 0 and apart <= 1e-3 * way
+
+
+class Counting(DataLoader):
+    """Counts the tokens of every batch that it gives."""
+
+    tokens = 0
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            Counting.tokens += (batch[0] if isinstance(batch, (tuple, list)) else batch)["input_ids"].numel()
+            yield batch
+
+
+def run(script, *arguments):
+    """(what its main returns, the tokens of all its batches)"""
+    script.DataLoader, Counting.tokens = Counting, 0
+    return script.main(*arguments), Counting.tokens
+
+
+def test_in_a_strangers_classifier(stranger_files, capsys):
+    """Whose own loader pads to the longest already: made fixed, then as the page says."""
+    files = {name: stranger_files / f"{name}.csv" for name in ("train", "valid")}
+    arguments = SimpleNamespace(model=stranger_files / "bert", **files, epochs=1, batch_size=2)
+    old = "DataLoader(rows, batch_size, shuffle=shuffle, collate_fn=DataCollatorWithPadding(tokenizer))"
+    fixed = old.replace("Padding(tokenizer)", 'Padding(tokenizer, padding="max_length", max_length=64)')
+    plain = strangers.load("classifier", edits={old: fixed})
+    edits = {
+        old: "dynamic_loader(rows, tokenizer, batch_size, shuffle=shuffle)",
+        "    rows = tokenizer(frame.text.tolist(), truncation=True, max_length=64)\n": "",
+        '    rows = [{"input_ids": ids, "labels": label} for ids, label in zip(rows["input_ids"], frame.label)]\n':
+        "    rows = rows_of(tokenizer, frame.text, 64, labels=frame.label)\n",
+    }  # fmt: skip
+    changed = strangers.load("classifier", LESSON.source("copy"), edits)
+    (before, wide), (after, narrow) = run(plain, arguments), run(changed, arguments)
+    one, other = capsys.readouterr().out.splitlines()
+    assert one == other, "the same accuracy"
+    torch.manual_seed(42)
+    start = plain.AutoModelForSequenceClassification.from_pretrained(stranger_files / "bert", num_labels=4)
+    assert same_weights(before, after, start)
+    assert wide == (128 + 40) * 64 and narrow < 0.98 * wide
+
+
+def competition(files, monkeypatch, copied="", edits=None):
+    monkeypatch.setenv("DATA", str(files / "scores"))
+    monkeypatch.setenv("MODEL", str(files / "bert"))
+    script = strangers.load("competition", copied, {"    batch_size = 32\n": "    batch_size = 2\n", **(edits or {})})
+    script.CFG.apex = False
+    return script
+
+
+LOADERS = {
+    "train_loader = DataLoader(TextDataset(train, tokenizer), CFG.batch_size, shuffle=True, drop_last=True)": (
+        "train, tokenizer", "CFG.batch_size, shuffle=True, drop_last=True"),
+    "valid_loader = DataLoader(TextDataset(valid, tokenizer), 2 * CFG.batch_size, shuffle=False)": (
+        "valid, tokenizer", "2 * CFG.batch_size"),
+    "test_loader = DataLoader(TextDataset(test, tokenizer, train=False), 2 * CFG.batch_size, shuffle=False)": (
+        "test, tokenizer, False", "2 * CFG.batch_size"),
+}  # fmt: skip
+ROWS = """
+def make_rows(df, tokenizer, train=True):
+    inputs = rows_of(tokenizer, df.text, CFG.max_len)
+    return [*zip(inputs, torch.tensor(df[CFG.targets].values, dtype=torch.float))] if train else inputs
+"""
+ITS_OWN_DATA_SET = {  # which stays, without its padding
+    'max_length=CFG.max_len, padding="max_length", truncation=True': "max_length=CFG.max_len, truncation=True",
+    **{old: old.split(" = ")[0] + f" = dynamic_loader(TextDataset({its}), tokenizer, {options})"
+       for old, (its, options) in LOADERS.items()},
+}  # fmt: skip
+ROWS_OF_THE_PAGE = {
+    old: old.split(" = ")[0] + f" = dynamic_loader(make_rows({its}), tokenizer, {options})"
+    for old, (its, options) in LOADERS.items()
+}
+
+
+@pytest.mark.parametrize(
+    ("mine", "edits"), [("", ITS_OWN_DATA_SET), (ROWS, ROWS_OF_THE_PAGE)], ids=["its data set", "rows of the page"]
+)
+def test_in_a_strangers_competition_script(stranger_files, monkeypatch, mine, edits):
+    plain = competition(stranger_files, monkeypatch)
+    changed = competition(stranger_files, monkeypatch, LESSON.source("copy") + mine, edits)
+    ((before, submission), wide), ((after, submitted), narrow) = run(plain), run(changed)
+    torch.manual_seed(42)
+    assert same_weights(before, after, plain.CustomModel())
+    assert (submission.id == submitted.id).all() and submitted.notna().all(axis=None)
+    assert (submission - submitted).abs().max().max() <= 1e-3, "the same predictions, in the rows' order"
+    assert wide == (96 + 32 + 50) * 64 and narrow < 0.95 * wide
+
+
+def test_a_competition_step_on_short_texts_takes_less_memory(stranger_files, monkeypatch):
+    plain = competition(stranger_files, monkeypatch)
+    changed = competition(stranger_files, monkeypatch, LESSON.source("copy") + ROWS, ROWS_OF_THE_PAGE)
+    frame = plain.pd.read_csv(stranger_files / "scores" / "train.csv")
+    frame = frame.iloc[frame.text.str.len().argsort()[:16]]
+    tokenizer = plain.AutoTokenizer.from_pretrained(plain.CFG.model)
+
+    def peak(loader):
+        model = plain.CustomModel()
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), torch.amp.GradScaler(enabled=False)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        step = partial(plain.train_fn, loader, model, plain.nn.SmoothL1Loss(), optimizer, scheduler, scaler)
+        return measure.memory(step, model, optimizer).peak
+
+    narrow = changed.dynamic_loader(changed.make_rows(frame, tokenizer), tokenizer, 16)
+    assert peak(narrow) < 0.8 * peak(DataLoader(plain.TextDataset(frame, tokenizer), 16))
+
+
+def test_a_shuffling_loader_gives_a_competition_other_predictions(stranger_files, monkeypatch):
+    old = next(old for old in LOADERS if old.startswith("test_loader"))
+    shuffling = {**ROWS_OF_THE_PAGE, old: ROWS_OF_THE_PAGE[old][:-1] + ", shuffle=True)"}
+    right = competition(stranger_files, monkeypatch, LESSON.source("copy") + ROWS, ROWS_OF_THE_PAGE)
+    wrong = competition(stranger_files, monkeypatch, LESSON.source("copy") + ROWS, shuffling)
+    (_, submission), (_, submitted) = right.main(), wrong.main()
+    assert (submission - submitted).abs().max().max() > 0.01
+
+
+def test_in_a_strangers_decoder(stranger_files, capsys):
+    """Whose own collator pads to the longest already: made fixed, then as the page says."""
+    own = 'longest = max(len(e["input_ids"]) for e in examples)'
+    plain = strangers.load("decoder", edits={own: "longest = MAX_LENGTH"})
+    edits = {
+        "        loader = DataLoader(\n            rows, BATCH_SIZE, shuffle=shuffle, collate_fn=lambda rows: "
+        "collate(rows, tokenizer.pad_token_id)\n        )\n":
+        "        loader = dynamic_loader(rows, tokenizer, BATCH_SIZE, labels_of_tokens=True, shuffle=shuffle)\n",
+    }  # fmt: skip
+    changed = strangers.load("decoder", LESSON.source("copy"), edits)
+    files = [stranger_files / name for name in ("llama", "bert", "train.jsonl", "valid.jsonl")]
+    (before, wide), (after, narrow) = run(plain, *files), run(changed, *files)
+    start = plain.AutoModelForCausalLM.from_pretrained(stranger_files / "llama")
+    assert same_weights(before, after, start)
+    first, second = (line for line in capsys.readouterr().out.splitlines() if "perplexity" in line)
+    assert first == second
+    assert narrow < 0.99 * wide
+
+
+def test_pairs_of_texts_need_the_exercise():
+    """The copied cell alone does not do it."""
+    tokenizer = data.tokenizer()
+    rows = rows_of(tokenizer, ["one", "two words and more"], 16)
+    with pytest.raises((RuntimeError, TypeError)):
+        list(dynamic_loader([*zip(rows, rows[::-1], range(2))], tokenizer, 2))
