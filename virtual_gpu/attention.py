@@ -212,7 +212,7 @@ def _norm():
     def kernel(keys, x, shape, weight, eps):
         result = own(keys, x, shape, weight, eps)
         full, scale = _full(x, weight)
-        eps = torch.finfo(x.dtype).eps if eps is None else eps
+        eps = torch.finfo(full.dtype).eps if eps is None else eps  # of the type that it computes in, for halves too
         inverse = full.square().mean(tuple(range(-len(shape), 0)), keepdim=True).add(eps).rsqrt()
         write(result, (full * inverse * (1.0 if scale is None else scale), inverse))
         return result
