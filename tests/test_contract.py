@@ -108,13 +108,6 @@ def test_nothing_private_and_no_warnings_in_outputs(lesson):
         assert not streams, f"something was written to stderr: {streams}"
 
 
-def fits(cell, most: int, widest: int):
-    code = source(cell)
-    width = max(map(len, code.splitlines()), default=0)
-    assert code_lines(code) <= most, f"{code_lines(code)} lines of code; at most {most}: {code[:60]}"
-    assert width <= widest, f"a line of {width} characters; at most {widest}: {code[:60]}"
-
-
 @LESSONS
 def test_cells_are_short(lesson):
     for cell in lesson.code:
@@ -137,7 +130,7 @@ def test_part_one_is_read_in_twenty_minutes(lesson):
     prose = [re.sub(r"\]\(\S+\)|^\|---.*$", "", text, flags=re.M) for text in prose]
     words = sum(len(re.findall(r"[\w'’×=.-]+", text)) for text in prose)
     assert words <= MOST_WORDS, f"{words} words; at most {MOST_WORDS}"
-    lines = sum(code_lines(source(cell)) for cell in code)
+    lines = sum(code_lines(source(cell), True) for cell in code)
     assert lines <= MOST_CODE, f"{lines} lines of code; at most {MOST_CODE}"
     for paragraph in (part for text in prose for part in re.split(r"\n\s*\n", text) if part[:1] not in "|-<"):
         count = len(paragraph.split())
@@ -145,8 +138,8 @@ def test_part_one_is_read_in_twenty_minutes(lesson):
     for cell in code:
         if not folded(cell):
             lines = source(cell).splitlines()
-            assert code_lines(source(cell)) <= MOST_SHOWN, (
-                f"{code_lines(source(cell))} lines of code: {source(cell)[:60]}"
+            assert code_lines(source(cell), True) <= MOST_SHOWN, (
+                f"{code_lines(source(cell), True)} lines of code: {source(cell)[:60]}"
             )
             assert max(map(len, lines), default=0) <= WIDEST, (
                 f"a line of {max(map(len, lines))} characters: {source(cell)[:60]}"
