@@ -4,6 +4,7 @@ import pytest
 import strangers
 import torch
 from stranger import Ratings, regressor
+from strangers import competition, same_weights
 from torch.utils.data import DataLoader
 
 from notebooks import copied, lesson, proof_fails
@@ -98,14 +99,6 @@ def test_rows_of_a_batch(batch):
     assert COPIED["rows"](batch) == 7
 
 
-def same_weights(one, other, start):
-    """Whether two models moved to the same place, within a thousandth of their way."""
-    vector = torch.nn.utils.parameters_to_vector
-    way = (vector(one.parameters()) - vector(start.parameters())).norm()
-    apart = (vector(one.parameters()) - vector(other.parameters())).norm()
-    return way > 0 and apart <= 1e-3 * way
-
-
 def peak_of(step, model):
     return measure.memory(step, model, torch.optim.SGD(model.parameters(), lr=0.0)).peak
 
@@ -157,12 +150,6 @@ COMPETITION_EDITS = {
     "    batch_size = 32\n": "    batch_size = 8\n",
     "= len(train_loader) * CFG.epochs": "= math.ceil(len(train_loader) / 4) * CFG.epochs",
 }
-
-
-def competition(files, monkeypatch, copied="", edits=None):
-    monkeypatch.setenv("DATA", str(files / "scores"))
-    monkeypatch.setenv("MODEL", str(files / "bert"))
-    return strangers.load("competition", copied, edits)
 
 
 @pytest.mark.parametrize("apex", [False, True], ids=["fp32", "autocast and a scaler"])

@@ -4,6 +4,7 @@ import pytest
 import strangers
 import torch
 from stranger import Ratings, regressor
+from strangers import competition
 from torch.utils.data import DataLoader
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -157,12 +158,6 @@ def test_in_a_strangers_classifier(stranger_files, capsys):
 
     ratio = memory_of(train, after) / memory_of(train, before)
     assert ratio < 0.7, ratio
-
-
-def competition(files, monkeypatch, copied="", edits=None):
-    monkeypatch.setenv("DATA", str(files / "scores"))
-    monkeypatch.setenv("MODEL", str(files / "bert"))
-    return strangers.load("competition", copied, edits)
 
 
 MAKES_A_MODEL = "    model = CustomModel().to(CFG.device)\n"

@@ -6,6 +6,7 @@ import pytest
 import strangers
 import torch
 from stranger import Ratings, regressor
+from strangers import counted, same_weights
 from torch.utils.data import DataLoader
 
 from notebooks import copied, lesson, proof_fails
@@ -110,31 +111,6 @@ def test_it_crosses_to_workers():
     assert all(map(torch.equal, one, other))
 
 
-def same_weights(one, other, start):
-    """Whether two models moved to the same place, within a thousandth of their way."""
-    vector = torch.nn.utils.parameters_to_vector
-    way = (vector(one.parameters()) - vector(start.parameters())).norm()
-    apart = (vector(one.parameters()) - vector(other.parameters())).norm()
-    return way > 0 and apart <= 1e-3 * way
-
-
-class Counting(DataLoader):
-    """Counts the tokens of every batch that it gives."""
-
-    tokens = 0
-
-    def __iter__(self):
-        for batch in super().__iter__():
-            Counting.tokens += (batch[0] if isinstance(batch, (tuple, list)) else batch)["input_ids"].numel()
-            yield batch
-
-
-def run(script, *arguments):
-    """(what its main returns, the tokens of all its batches)"""
-    script.DataLoader, Counting.tokens = Counting, 0
-    return script.main(*arguments), Counting.tokens
-
-
 def test_in_a_strangers_classifier(stranger_files, capsys):
     """Whose own loader pads to the longest already: made fixed, then as the page says."""
     files = {name: stranger_files / f"{name}.csv" for name in ("train", "valid")}
@@ -149,7 +125,7 @@ def test_in_a_strangers_classifier(stranger_files, capsys):
         "    rows = rows_of(tokenizer, frame.text, 64, labels=frame.label)\n",
     }  # fmt: skip
     changed = strangers.load("classifier", LESSON.source("copy"), edits)
-    (before, wide), (after, narrow) = run(plain, arguments), run(changed, arguments)
+    (before, wide), (after, narrow) = counted(plain, arguments), counted(changed, arguments)
     one, other = capsys.readouterr().out.splitlines()
     assert one == other, "the same accuracy"
     torch.manual_seed(42)
@@ -196,7 +172,7 @@ ROWS_OF_THE_PAGE = {
 def test_in_a_strangers_competition_script(stranger_files, monkeypatch, mine, edits):
     plain = competition(stranger_files, monkeypatch)
     changed = competition(stranger_files, monkeypatch, LESSON.source("copy") + mine, edits)
-    ((before, submission), wide), ((after, submitted), narrow) = run(plain), run(changed)
+    ((before, submission), wide), ((after, submitted), narrow) = counted(plain), counted(changed)
     torch.manual_seed(42)
     assert same_weights(before, after, plain.CustomModel())
     assert (submission.id == submitted.id).all() and submitted.notna().all(axis=None)
@@ -242,7 +218,7 @@ def test_in_a_strangers_decoder(stranger_files, capsys):
     }  # fmt: skip
     changed = strangers.load("decoder", LESSON.source("copy"), edits)
     files = [stranger_files / name for name in ("llama", "bert", "train.jsonl", "valid.jsonl")]
-    (before, wide), (after, narrow) = run(plain, *files), run(changed, *files)
+    (before, wide), (after, narrow) = counted(plain, *files), counted(changed, *files)
     start = plain.AutoModelForCausalLM.from_pretrained(stranger_files / "llama")
     assert same_weights(before, after, start)
     first, second = (line for line in capsys.readouterr().out.splitlines() if "perplexity" in line)

@@ -5,6 +5,7 @@ import pytest
 import strangers
 import torch
 from stranger import regressor
+from strangers import counted, same_weights
 from torch.utils.data import DataLoader, Dataset
 
 from notebooks import copied, lesson, proof_fails, run, source
@@ -165,31 +166,6 @@ def test_noise_beats_mega_batches():
     mega_tokens, mega_again = trade(mega_batches)
     noise_tokens, noise_again = trade(length_batches, noise=1.1)
     assert noise_tokens < mega_tokens and noise_again < mega_again
-
-
-def same_weights(one, other, start):
-    """Whether two models moved to the same place, within a thousandth of their way."""
-    vector = torch.nn.utils.parameters_to_vector
-    way = (vector(one.parameters()) - vector(start.parameters())).norm()
-    apart = (vector(one.parameters()) - vector(other.parameters())).norm()
-    return way > 0 and apart <= 1e-3 * way
-
-
-class Counting(DataLoader):
-    """Counts the tokens of every batch that it gives."""
-
-    tokens = 0
-
-    def __iter__(self):
-        for batch in super().__iter__():
-            Counting.tokens += (batch[0] if isinstance(batch, (tuple, list)) else batch)["input_ids"].numel()
-            yield batch
-
-
-def counted(script, *arguments):
-    """(what its main returns, the tokens of all its batches)"""
-    script.DataLoader, Counting.tokens = Counting, 0
-    return script.main(*arguments), Counting.tokens
 
 
 def test_in_a_strangers_classifier(stranger_files, capsys):

@@ -10,6 +10,7 @@ import pytest
 import strangers
 import torch
 from stranger import Ratings, regressor
+from strangers import same_weights
 from torch.utils.data import DataLoader
 
 from notebooks import copied, lesson, names, proof_fails, run, source, tags
@@ -197,14 +198,6 @@ def test_a_package_that_is_installed_is_measured(monkeypatch):
 def test_a_package_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "disentangled_flash is not installed" in packages()[1]
-
-
-def same_weights(one, other, start):
-    """Whether two models moved to the same place, within a thousandth of their way."""
-    vector = torch.nn.utils.parameters_to_vector
-    way = (vector(one.parameters()) - vector(start.parameters())).norm()
-    apart = (vector(one.parameters()) - vector(other.parameters())).norm()
-    return way > 0 and apart <= 1e-3 * way
 
 
 def peak_of(step, model):

@@ -8,6 +8,9 @@ import shutil
 from pathlib import Path
 from types import ModuleType
 
+import torch
+from torch.utils.data import DataLoader
+
 from tutorial_utils import data
 
 HERE = Path(__file__).parent
@@ -29,7 +32,6 @@ def load(name: str, copied: str = "", edits: dict[str, str] | None = None) -> Mo
 def write_files(folder: Path) -> Path:
     """What the scripts read: CSV and JSON lines of texts, a BERT and a Llama without dropout, no index of a hub."""
     import pandas
-    import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     corpus, start = data.load(), 0
@@ -59,3 +61,35 @@ def write_files(folder: Path) -> Path:
         folder / "llama"
     )
     return folder
+
+
+def competition(files: Path, monkeypatch, copied: str = "", edits: dict[str, str] | None = None) -> ModuleType:
+    """The competition script, told where its files are."""
+    monkeypatch.setenv("DATA", str(files / "scores"))
+    monkeypatch.setenv("MODEL", str(files / "bert"))
+    return load("competition", copied, edits)
+
+
+def same_weights(one, other, start) -> bool:
+    """Whether two models moved to the same place, within a thousandth of their way."""
+    vector = torch.nn.utils.parameters_to_vector
+    way = (vector(one.parameters()) - vector(start.parameters())).norm()
+    apart = (vector(one.parameters()) - vector(other.parameters())).norm()
+    return way > 0 and apart <= 1e-3 * way
+
+
+class Counting(DataLoader):
+    """Counts the tokens of every batch that it gives."""
+
+    tokens = 0
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            Counting.tokens += (batch[0] if isinstance(batch, (tuple, list)) else batch)["input_ids"].numel()
+            yield batch
+
+
+def counted(script: ModuleType, *arguments):
+    """(what its main returns, the tokens of all its batches)"""
+    script.DataLoader, Counting.tokens = Counting, 0
+    return script.main(*arguments), Counting.tokens
