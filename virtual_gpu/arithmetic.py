@@ -56,9 +56,9 @@ def start(values: str):
                 _replace(name, _computed(name, _is_small), with_keyset=True)
             _replace("_local_scalar_dense", _read(), with_keyset=True)
         if values == "all":
-            from . import attention
+            from . import attention, layers
 
-            written = attention.kernels()
+            written = attention.kernels() | layers.kernels()
             for name in registered():
                 _replace(name, written.get(name) or _valued(name), with_keyset=True)
         if values != "none":
@@ -102,7 +102,8 @@ def registered() -> list[str]:
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
     # copy_ is registered for every device at once.
     names = ["copy_", *(name.removeprefix("aten::") for name in names if name.startswith("aten::"))]
-    return [n for n in names if n not in WITHOUT_VALUES and n not in SHAPED_BY_VALUES and not _is_view(operator(n))]
+    names = [n for n in names if n not in WITHOUT_VALUES and n not in SHAPED_BY_VALUES]
+    return [n for n in names if not (_is_view(operator(n)) or _is_choice(operator(n)))]
 
 
 IN_FULL = {"half_to_float": False, "input_dtype": torch.float32}  # what a softmax is told of its halves
@@ -140,6 +141,12 @@ def own_kernel(name: str):
 def _is_view(op) -> bool:
     infos = [argument.alias_info for argument in op._schema.returns]
     return any(info is not None and not info.is_write for info in infos)
+
+
+def _is_choice(op) -> bool:
+    """Whether it gives a number or a truth value, which host code finds: of two kernels, which to take."""
+    kinds = [str(one.type) for one in op._schema.returns]
+    return bool(kinds) and not any("Tensor" in kind for kind in kinds)
 
 
 def _replace(name, kernel, key="CUDA", **options):
@@ -235,17 +242,15 @@ def _in_full(value, types):
 def _missing(name):
     own = own_kernel(name)
     way_out = 'With values="small" it is not computed'
-    if "cudnn_batch_norm" in name:
+    if "cudnn" in name:
         way_out = "torch.backends.cudnn.enabled = False takes torch's own kernel in place of cuDNN's"
-    if "cudnn_rnn" in name:
-        way_out = 'With values="small" and torch.backends.cudnn.enabled = False it runs, and is not computed'
 
     def kernel(keys, *arguments, **options):
         if getattr(_running, "depth", 0):  # inside of an operator whose values are computed as a whole
             return own(keys, *arguments, **options)
         raise NotImplementedError(
             f"{_qualified(name)} has no values on the virtual GPU: the CPU has no kernel of it, and none is written in "
-            f"virtual_gpu/attention.py. {way_out}"
+            f"virtual_gpu/layers.py. {way_out}"
         )
 
     return kernel

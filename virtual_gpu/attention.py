@@ -1,13 +1,10 @@
-"""The arithmetic of what CUDA has kernels of and the CPU has none, attention above all: plain, in fp32."""
+"""The arithmetic of attention, of which CUDA has kernels and the CPU has none: plain, in fp32."""
 
 import torch
 
 from .arithmetic import drawn_as_on_cuda, here, own_kernel, write
 
 EFFICIENT, FLASH, CUDNN = (f"_scaled_dot_product_{name}_attention" for name in ("efficient", "flash", "cudnn"))
-
-CONVOLUTION, TRANSPOSED = "cudnn_convolution", "cudnn_convolution_transpose"
-NORM = "_fused_rms_norm"
 
 
 def kernels() -> dict:
@@ -16,8 +13,6 @@ def kernels() -> dict:
         EFFICIENT: _efficient(), f"{EFFICIENT}_backward": _efficient_backward(),
         FLASH: _flash(), f"{FLASH}_backward": _flash_backward(),
         CUDNN: _cudnn(), f"{CUDNN}_backward": _cudnn_backward(),
-        CONVOLUTION: _convolution(), TRANSPOSED: _transposed(),
-        NORM: _norm(), f"{NORM}_backward": _norm_backward(),
     }  # fmt: skip
 
 
@@ -57,7 +52,8 @@ def backward(gradient, query, key, value, bias, causal, scale, dropped):
     )
 
 
-def _full(*tensors):
+def full(*tensors):
+    """Each on the CPU, in fp32."""
     return (None if tensor is None else here(tensor).float() for tensor in tensors)
 
 
@@ -89,7 +85,7 @@ def _new(state, query, key, p):
 
 def _attend(output, sums, state, query, key, value, bias, p, causal, scale):
     """The values of a forward, into its results. sums: batch × heads × length, some kernels' with more places."""
-    q, k, v, b = _full(query, key, value, bias)
+    q, k, v, b = full(query, key, value, bias)
     k, v, _ = _grouped(q, k, v)
     values, logarithms = forward(q, k, v, b, causal, scale or q.shape[-1] ** -0.5, _new(state, q, k, p))
     write(output, values)
@@ -100,7 +96,7 @@ def _attend(output, sums, state, query, key, value, bias, p, causal, scale):
 
 def _gradients(gradient, query, key, value, bias, seed, p, causal, scale):
     """Of query, key, value and bias."""
-    g, q, k, v, b = _full(gradient, query, key, value, bias)
+    g, q, k, v, b = full(gradient, query, key, value, bias)
     k, v, groups = _grouped(q, k, v)
     dropped = _drawn(seed, q, k, p)
     of_q, of_k, of_v, of_b = backward(g, q, k, v, b, causal, scale or q.shape[-1] ** -0.5, dropped)
@@ -176,62 +172,6 @@ def _cudnn_backward():
         *_, p, causal = more
         result = own(keys, gradient, query, key, value, output, sums, seed, offset, bias, *more, scale=scale)
         write(result, _gradients(gradient, query, key, value, bias, seed, p, causal, scale)[:3])
-        return result
-
-    return kernel
-
-
-def _convolution():
-    own = own_kernel(CONVOLUTION)
-
-    def kernel(keys, x, weight, padding, stride, dilation, groups, *how):
-        result = own(keys, x, weight, padding, stride, dilation, groups, *how)
-        values = torch.convolution(*_full(x, weight), None, stride, padding, dilation, False, [0] * len(stride), groups)
-        write(result, values)
-        return result
-
-    return kernel
-
-
-def _transposed():
-    own = own_kernel(TRANSPOSED)
-
-    def kernel(keys, x, weight, padding, output_padding, stride, dilation, groups, *how):
-        result = own(keys, x, weight, padding, output_padding, stride, dilation, groups, *how)
-        write(
-            result, torch.convolution(*_full(x, weight), None, stride, padding, dilation, True, output_padding, groups)
-        )
-        return result
-
-    return kernel
-
-
-def _norm():
-    own = own_kernel(NORM)
-
-    def kernel(keys, x, shape, weight, eps):
-        result = own(keys, x, shape, weight, eps)
-        full, scale = _full(x, weight)
-        eps = torch.finfo(full.dtype).eps if eps is None else eps  # of the type that it computes in, for halves too
-        inverse = full.square().mean(tuple(range(-len(shape), 0)), keepdim=True).add(eps).rsqrt()
-        write(result, (full * inverse * (1.0 if scale is None else scale), inverse))
-        return result
-
-    return kernel
-
-
-def _norm_backward():
-    own = own_kernel(f"{NORM}_backward")
-
-    def kernel(keys, gradient, x, shape, inverse, weight, wanted):
-        result = own(keys, gradient, x, shape, inverse, weight, wanted)
-        g, full, scale, inverse = _full(gradient, x, weight, inverse)
-        normed, weighted = full * inverse, g * (1.0 if scale is None else scale)
-        inner = (weighted * normed).mean(tuple(range(-len(shape), 0)), keepdim=True)
-        found = inverse * (weighted - normed * inner), (g * normed).sum(tuple(range(g.dim() - len(shape))))
-        for made, values in zip(result, found):
-            if made is not None:
-                write(made, values)
         return result
 
     return kernel

@@ -152,6 +152,21 @@ for dtype in (None, torch.float16):
     assert full < 1e-5 and half < 2e-2, (full, half)
 
 
+def test_a_loss_whose_kernel_the_host_chooses():
+    """CTC's: CUDA's host code asks itself first whether cuDNN has it."""
+    code = """
+torch.manual_seed(0)
+x, texts, longest, lengths = torch.randn(12, 3, 6), torch.randint(1, 6, (3, 4)), torch.tensor([12, 12, 10]), [4, 3, 2]
+def run(x, to):
+    loss = torch.nn.functional.ctc_loss(x.log_softmax(-1), to(texts), to(longest), to(torch.tensor(lengths)))
+    loss.backward()
+    return loss.item(), x.grad.cpu()
+one, two = run(x.clone().requires_grad_(), torch.Tensor.cpu), run(x.cuda().requires_grad_(), torch.Tensor.cuda)
+print(abs(one[0] - two[0]), (one[1] - two[1]).abs().max().item())
+"""
+    assert max(map(float, on("T4", code, "all").split())) < 1e-6
+
+
 def test_layers_that_a_cpu_computes_in_parts():
     """Convolutions and RMSNorm: outputs, and gradients of what goes in and of the weights. RMSNorm in halves too."""
     code = """
@@ -159,6 +174,7 @@ import copy
 torch.manual_seed(0)
 N = torch.nn
 layers = [N.Conv1d(8, 6, 3, dilation=2), N.ConvTranspose1d(8, 6, 3, stride=2, dilation=2), N.RMSNorm(8),
+          N.Conv1d(8, 16, 3, padding=1, groups=8),
           N.RMSNorm((6, 8), eps=1e-3)]
 def apart(made, dtype=torch.float32, size=1.0):
     made = made.to(dtype)
@@ -179,31 +195,40 @@ print([apart(layer) for layer in layers], [apart(N.RMSNorm(8), torch.float16, si
 
 
 def test_what_cudnn_alone_would_compute_says_how_to_do_without_it():
-    """Batch normalisation is computed then; a recurrent layer runs, without its numbers."""
+    """Batch normalisation and recurrent layers are computed then: what they give, and every gradient."""
     code = """
-x, norm = torch.randn(4, 8, 6), torch.nn.BatchNorm1d(8)
-try:
-    torch.nn.LSTM(6, 5).cuda()
-except NotImplementedError as error:
-    print(error)
-try:
-    norm.cuda()(x.cuda())
-except NotImplementedError as error:
-    print(error)
+import copy
+torch.manual_seed(0)
+x, lengths = torch.randn(4, 8, 6), torch.tensor([8, 5, 5, 2])
+for refused in (lambda: torch.nn.LSTM(6, 5).cuda(), lambda: torch.nn.BatchNorm1d(8).cuda()(x.cuda())):
+    try:
+        refused()
+    except NotImplementedError as error:
+        print(error)
 torch.backends.cudnn.enabled = False
-print((norm.cuda()(x.cuda()).cpu() - norm.cpu()(x)).abs().max().item() < 1e-5)
+N = torch.nn
+def out(layer, x):
+    if isinstance(layer, N.BatchNorm1d):
+        return layer(x)
+    packed = N.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+    last = layer(x)[1]  # the state after the last token, of one kind or of two
+    return torch.cat([layer(x)[0].flatten(), layer(packed)[0].data.flatten(), *(s.flatten() for s in last)])
+options = dict(num_layers=2, bidirectional=True, batch_first=True)
+for one in (N.BatchNorm1d(8), N.LSTM(6, 5, **options), N.GRU(6, 5, **options), N.LSTM(6, 5, bias=False, num_layers=2,
+            batch_first=True), N.GRU(6, 5, bias=False, batch_first=True)):
+    other = copy.deepcopy(one).cuda()
+    first, second = x.clone().requires_grad_(), x.cuda().requires_grad_()
+    a, b = out(one, first), out(other, second)
+    weights = torch.randn(a.shape)
+    (a * weights).sum().backward(); (b * weights.cuda()).sum().backward()
+    of_weights = ((p.grad, q.grad) for p, q in zip(one.parameters(), other.parameters()))
+    pairs = [(a, b), (first.grad, second.grad), *of_weights]
+    print(max(((p - q.cpu()).norm() / p.norm()).item() for p, q in pairs))
 """
-    recurrent, normed, computed = on("T4", code, "all").splitlines()
-    assert 'With values="small" and torch.backends.cudnn.enabled = False it runs' in recurrent
-    assert "torch.backends.cudnn.enabled = False takes torch's own kernel" in normed and computed == "True"
-    code = """
-torch.backends.cudnn.enabled = False
-for kind in (torch.nn.LSTM, torch.nn.GRU):
-    made, x = kind(6, 5, batch_first=True).cuda(), torch.randn(4, 8, 6, device="cuda")
-    made(x)[0].sum().backward()
-    print(made.weight_ih_l0.grad.shape)
-"""
-    assert on("T4", code, "small").splitlines() == ["torch.Size([20, 6])", "torch.Size([15, 6])"]
+    recurrent, normed, *apart = on("T4", code, "all").splitlines()
+    assert "_cudnn_rnn" in recurrent and "torch.backends.cudnn.enabled = False takes torch's own kernel" in recurrent
+    assert "cudnn_batch_norm" in normed and "torch.backends.cudnn.enabled = False takes torch's own kernel" in normed
+    assert len(apart) == 5 and max(map(float, apart)) < 1e-5, apart
 
 
 def test_dropout_draws_anew_each_time_and_the_same_from_the_same_state():

@@ -182,7 +182,9 @@ const char *cudaGetErrorString(int code) {
 /* Every function that is not written comes to this, with its name; of the runtime, to the one below: how a launch
    ended is asked for later. */
 int vgpu_refused(const char *name) {
-  if (strcmp(unknown, name)) fprintf(stderr, "virtual_gpu: %s was called, which the virtual GPU does not have\n", name);
+  const char *way_out = strncmp(name, "cudnn", 5) ? "" : "; torch.backends.cudnn.enabled = False does without cuDNN";
+  if (strcmp(unknown, name))
+    fprintf(stderr, "virtual_gpu: %s was called, which the virtual GPU does not have%s\n", name, way_out);
   unknown = name;
   return NOT_SUPPORTED;
 }
