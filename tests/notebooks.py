@@ -39,7 +39,8 @@ class Lesson:
         self.two_parts, self.part_one = start is not None, self.cells[:start]
 
     def tagged(self, tag: str) -> list[dict]:
-        return [cell for cell in self.code if tag in tags(cell)]
+        """The code cells with a tag, or the one of that name."""
+        return [cell for cell in self.code if tag == cell["id"] or tag in tags(cell)]
 
     def source(self, tag: str) -> str:
         """The source of the code cells with a tag, one after the other."""

@@ -234,7 +234,8 @@ def elsewhere(lesson: str) -> Table:
             for name in ("memory", "time"):
                 row[name] = f"× {figures[f'{name}_ratio']:.2f}" if f"{name}_ratio" in figures else "–"
             rows.append(row)
-    return Table(rows)
+    known = [name for name in rows[0] if any(row[name] != "–" for row in rows)] if rows else []
+    return Table([{name: row[name] for name in known} for row in rows])
 
 
 def _recorded(lesson: str, here, figures) -> dict[str, float]:

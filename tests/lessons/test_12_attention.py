@@ -13,7 +13,7 @@ from stranger import Ratings, regressor
 from strangers import same_weights
 from torch.utils.data import DataLoader
 
-from notebooks import copied, lesson, names, proof_fails, run, source, tags
+from notebooks import copied, lesson, proof_fails, run, source
 from tutorial_utils import measure, models
 
 LESSON = lesson("12")
@@ -36,23 +36,6 @@ def test_proof_can_fail(old, new):
     proof_fails(LESSON, old, new)
 
 
-def cell(name):
-    """The code cell with this id."""
-    return next(cell for cell in LESSON.code if cell["id"] == name)
-
-
-def needed_for(name):
-    """The sources of a cell and of those before it that define what it uses."""
-    *before, last = LESSON.code[: LESSON.code.index(cell(name)) + 1]
-    needed, (_, uses) = [last], names(source(last))
-    for one in reversed(before):
-        defines, used = names(source(one))
-        if defines & uses or "setup" in tags(one):
-            needed.insert(0, one)
-            uses = (uses - defines) | used
-    return [source(one) for one in needed]
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -62,7 +45,7 @@ def needed_for(name):
     ids=["wrong scale", "bias without mask and gradient"],
 )
 def test_sdpa_with_a_bias_can_be_wrong(old, new):
-    sources = needed_for("bias-proof")
+    sources = [source(cell) for cell in LESSON.needed_for("bias-proof")]
     assert sum(old in code for code in sources) == 1
     namespace = {}
     with pytest.raises(AssertionError):
@@ -174,13 +157,13 @@ def test_flash_attention_from_the_package_kernels(monkeypatch):
     said = {torch.float32: ["only float16. You should not"], torch.bfloat16: []}
     namespace = {"importlib": importlib, "torch": torch, "accepted": said.get,
                  "trials": {"flash_attention_2": "forward and backward"}}  # fmt: skip
-    assert "asked for: forward and backward" in run(source(cell("pitfall-package")), namespace)
+    assert "asked for: forward and backward" in run(LESSON.source("pitfall-package"), namespace)
 
 
 def packages(device="cpu"):
     namespace = {"here": SimpleNamespace(device=device), "names": SimpleNamespace(checkpoint_layers=None)}
     namespace |= {"lean_attention": None, "sdpa_with_bias": None}
-    return namespace, run(source(cell("packages")), namespace)
+    return namespace, run(LESSON.source("packages"), namespace)
 
 
 def test_a_package_that_is_installed_is_measured(monkeypatch):
