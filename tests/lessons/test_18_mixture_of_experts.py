@@ -1,38 +1,41 @@
 import copy
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
+import strangers
 import torch
 from stranger import Ratings, regressor
+from strangers import competition
 from torch.utils.data import DataLoader
 
-from notebooks import copied, lesson, proof_fails, run
+from notebooks import lesson, proof_fails, run, source
 from tutorial_utils import measure
 
 LESSON = lesson("18")
-COPIED = copied(LESSON)
-EXPERTS, BALANCE = COPIED["MixtureOfExperts"], COPIED["balance_loss"]
+CELLS = "\n".join(source(cell) for cell in LESSON.code if cell["id"] in ("copy", "into-a-model", "balance"))
+COPIED = {}
+run(CELLS, COPIED)
+EXPERTS, USE, BALANCE = (COPIED[name] for name in ("MixtureOfExperts", "use_experts", "balance_loss"))
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
         (" if self.top_k > 1 else weights", " if False else weights"),
+        (" if self.top_k > 1 else weights", ""),
         ("scores.topk(self.top_k)", "(-scores).topk(self.top_k)"),
         ("* weights[token, place, None]", "* weights[token, place, None].detach()"),
         ("torch.where(chosen == number)", "torch.where(chosen == (number + 1) % len(self.experts))"),
         ("output.index_add(0, token,", "output.index_copy(0, token,"),
-        ("scores.mean(0)).sum()", "scores.mean(0).detach()).sum()"),
-        ("balance = len(self.experts) *", "balance = 0 *"),
     ],
     ids=[
         "weights not normalised",
+        "one weight normalised",
         "the worst expert",
         "a lost gradient",
         "another expert",
         "only one of two is added",
-        "no gradient of the balance",
-        "no balance",
     ],
 )
 def test_proof_can_fail(old, new):
@@ -80,6 +83,43 @@ def test_upcycled_model_predicts_what_it_did():
     assert torch.allclose(dense(**batch).logits, sparse(**batch).logits, atol=1e-5)
 
 
+def small(architecture):
+    from transformers import AutoConfig, AutoModel
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, vocab_size=99)
+    ids = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
+    more = {"pos_att_type": ["p2c", "c2p"], "relative_attention": True} if architecture == "deberta-v2" else {}
+    more |= {"num_key_value_heads": 2} if architecture in ("llama", "qwen2") else {}
+    return AutoModel.from_config(AutoConfig.for_model(architecture, **sizes, **ids, **more)).eval()
+
+
+@pytest.mark.parametrize("architecture", ["bert", "roberta", "electra", "deberta-v2", "llama", "qwen2", "modernbert"])
+def test_use_experts_in_every_second_layer_of(architecture):
+    """The architectures that the page names, within a module of one's own whose head is called mlp."""
+    model = torch.nn.ModuleDict({"backbone": small(architecture), "mlp": torch.nn.Linear(32, 2)})
+    dense, ids = small(architecture), torch.arange(5, 25).view(2, 10)
+    assert USE(model, every=2) is model
+    layers = [name for name, part in model.named_modules() if isinstance(part, EXPERTS)]
+    assert len(layers) == 1 and ".1." in layers[0] and isinstance(model["mlp"], torch.nn.Linear)
+    before, after = dense(ids).last_hidden_state, model["backbone"](ids).last_hidden_state
+    assert torch.allclose(before, after, atol=1e-5)
+
+
+def test_a_model_without_known_layers_is_an_error():
+    with pytest.raises(AttributeError, match="mlp"):
+        USE(regressor())
+
+
+def test_a_state_dict_loads_into_a_model_with_experts():
+    trained, fresh = USE(small("bert")), USE(small("bert"))
+    for parameter in trained.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    fresh.load_state_dict(trained.state_dict())
+    ids = torch.arange(5, 25).view(2, 10)
+    assert torch.equal(fresh(ids).last_hidden_state, trained(ids).last_hidden_state)
+
+
 def test_experts_cost_their_weights_gradients_and_state():
     batch = next(iter(DataLoader(Ratings(8), batch_size=8)))
     peaks = []
@@ -103,10 +143,45 @@ def test_balance_loss_is_one_for_an_equal_load_and_more_for_any_other():
     layer = EXPERTS(torch.nn.Identity(), 4, count=4, top_k=1)
     torch.nn.init.zeros_(layer.router.weight)
     layer(torch.randn(16, 4))
-    assert layer.balance_loss.item() == pytest.approx(1)
+    assert BALANCE(layer).item() == pytest.approx(1)
     torch.nn.init.eye_(layer.router.weight)
     layer(torch.tensor([[9.0, 0, 0, 0]]).expand(16, 4))
-    assert layer.balance_loss > 3 and layer.load.tolist() == [1, 0, 0, 0]
+    assert BALANCE(layer) > 3 and layer.load.tolist() == [1, 0, 0, 0]
+
+
+def balance_is_that_of_transformers(cells, masked):
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    namespace = {}
+    run(cells, namespace)
+    torch.manual_seed(0)
+    layer, hidden = namespace["MixtureOfExperts"](torch.nn.Linear(8, 8), 8), torch.randn(3, 10, 8)
+    mask = torch.arange(30).view(3, 10) % 3 if masked else None
+    layer(hidden)
+    ours = namespace["balance_loss"](layer, mask)
+    theirs = load_balancing_loss_func((layer.router(hidden).flatten(0, 1),), 4, 2, mask if mask is None else mask > 0)
+    losses = (ours, theirs / 2)
+    gradients = [torch.autograd.grad(loss, layer.router.weight)[0] for loss in losses if loss.requires_grad]
+    return len(gradients) == 2 and torch.allclose(*losses) and torch.allclose(*gradients, atol=1e-6)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_balance_loss_is_that_of_transformers(masked):
+    assert balance_is_that_of_transformers(CELLS, masked)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("scores.mean(0)).sum()", "scores.mean(0).detach()).sum() + 0 * scores.sum()"),
+        ("len(layer.experts) * (layer.load", "0 * (layer.load"),
+        ("if mask is not None", "if False"),
+        ("mask.flatten() != 0", "mask.flatten() == 0"),
+    ],
+    ids=["no gradient", "no balance", "the mask ignored", "padding alone"],
+)
+def test_balance_loss_differs_with_a_fault(old, new):
+    assert old in CELLS and not balance_is_that_of_transformers(CELLS.replace(old, new), masked=True)
 
 
 def checkpointed(model, **options):
@@ -116,11 +191,11 @@ def checkpointed(model, **options):
 
 
 def test_checkpointing_keeps_no_graph_and_changes_no_gradient():
-    """The second run, in the backward pass, makes a loss that nobody walks; kept, it holds the layer's activations."""
+    """The second run, in the backward pass, makes scores that nobody walks; kept, they hold the layer's activations."""
     always = {}
     guard = "if torch._C._current_graph_task_id() < 0:"
-    assert guard in LESSON.source("copy")
-    run(LESSON.source("copy").replace(guard, "if True:"), always)
+    assert guard in CELLS
+    run(CELLS.replace(guard, "if True:"), always)
     batch = next(iter(DataLoader(Ratings(16, length=64), batch_size=16)))
 
     def step(model, balance):
@@ -157,11 +232,11 @@ def test_balance_loss_refuses_where_it_would_have_no_gradient():
 
 
 def test_balance_loss_refuses_a_replica_s_and_a_second_call():
-    """As DataParallel runs them: the replicas' losses do not reach the model."""
+    """As DataParallel runs them: what the replicas keep does not reach the model."""
     model = torch.nn.Sequential(EXPERTS(torch.nn.Linear(8, 8), 8, count=4))
     replica = model[0]._replicate_for_data_parallel()
     replica(torch.randn(4, 8))
-    assert replica.balance_loss.requires_grad
+    assert replica.routed[0].requires_grad
     with pytest.raises(RuntimeError, match="one GPU"):
         BALANCE(model)
     model(torch.randn(4, 8))
@@ -179,10 +254,8 @@ def test_a_model_can_be_copied_between_steps():
 
 def test_trainer_s_loss_is_that_of_the_whole_step():
     """Micro-batches of unlike sizes sum to the mean over their texts; without a count a batch is the whole."""
-    from types import SimpleNamespace
-
     namespace = {"torch": torch, "balance_loss": lambda network: torch.tensor(2.0)}
-    run("".join(LESSON.tagged("trainer")[0]["source"]), namespace)
+    run(source(LESSON.tagged("trainer")[0]), namespace)
     loss_of = namespace["balanced_loss"](None)
     logits, labels = torch.randn(10, 4), torch.randint(0, 4, (10,))
     whole = loss_of(SimpleNamespace(logits=logits), labels)
@@ -192,3 +265,107 @@ def test_trainer_s_loss_is_that_of_the_whole_step():
         for part in (slice(0, 4), slice(4, 8), slice(8, 10))
     ]
     assert torch.allclose(sum(parts), whole)
+
+
+def experts_that_did_not_move(model) -> int:
+    """Of each layer the experts start alike; whoever trains is soon unlike the others."""
+    layers = [part for part in model.modules() if isinstance(part, torch.nn.Module) and hasattr(part, "router")]
+    assert layers and all(hasattr(layer, "load") for layer in layers)
+    weights = [[next(expert.parameters()) for expert in layer.experts] for layer in layers]
+    return sum(torch.equal(one, other) for of_layer in weights for one, other in zip(of_layer, of_layer[1:]))
+
+
+def more_weights(dense, sparse) -> int:
+    return sum(p.numel() for p in sparse.parameters()) - sum(p.numel() for p in dense.parameters())
+
+
+def test_in_a_strangers_classifier(stranger_files, capsys):
+    """The same accuracy as long as nothing is learned; then every expert trains."""
+    files = dict(train=stranger_files / "train.csv", valid=stranger_files / "valid.csv")
+    arguments = SimpleNamespace(model=stranger_files / "bert", **files, epochs=1, batch_size=32)
+    edits = {
+        "    train_loader = make_loader(train, tokenizer, args.batch_size, True)\n": "    use_experts(model)\n"
+        "    train_loader = make_loader(train, tokenizer, args.batch_size, True)\n",
+        "        loss = model(**batch).loss\n": "        loss = model(**batch).loss\n"
+        '        loss = loss + 0.01 * balance_loss(model, batch["attention_mask"])\n',
+    }
+    still = {"AdamW(model.parameters(), lr=5e-4)": "SGD(model.parameters(), lr=0.0)"}
+    dense = strangers.load("classifier", "", still).main(arguments)
+    strangers.load("classifier", CELLS, edits | still).main(arguments)
+    sparse = strangers.load("classifier", CELLS, edits).main(arguments)
+    before, same, after = capsys.readouterr().out.splitlines()
+    assert before == same != after
+    assert experts_that_did_not_move(sparse) == 0
+    layer = dense.bert.encoder.layer[0]
+    each = sum(p.numel() for part in (layer.intermediate, layer.output.dense) for p in part.parameters())
+    width, layers = dense.config.hidden_size, dense.config.num_hidden_layers
+    assert more_weights(dense, sparse) == layers * (3 * each + 4 * width)
+
+
+COMPETITION_EDITS = {
+    "    model = CustomModel().to(CFG.device)\n": "    model = use_experts(CustomModel()).to(CFG.device)\n",
+    "            loss = criterion(model(inputs), labels)\n": "            loss = criterion(model(inputs), labels)\n"
+    '            loss = loss + 0.01 * balance_loss(model, inputs["attention_mask"])\n',
+}
+
+
+def test_in_a_strangers_competition_script(stranger_files, monkeypatch, capsys):
+    """The same submission as long as nothing is learned; under a scaler and autocast every expert trains."""
+    plain = competition(stranger_files, monkeypatch)
+    changed = competition(stranger_files, monkeypatch, CELLS, COMPETITION_EDITS)
+    for script in (plain, changed):
+        script.CFG.encoder_lr = script.CFG.head_lr = 0.0
+    (_, submission), (_, same) = plain.main(), changed.main()
+    assert (submission.id == same.id).all()
+    assert (submission - same).abs().max().max() <= 1e-4
+    changed.CFG.encoder_lr, changed.CFG.head_lr = 2e-4, 1e-3
+    model, learned = changed.main()
+    assert (submission.id == learned.id).all() and learned.notna().all(axis=None)
+    assert experts_that_did_not_move(model) == 0
+    _, still, after = (float(line.rsplit(" ", 1)[1]) for line in capsys.readouterr().out.splitlines())
+    assert after < still, "it learns"
+    groups = changed.get_optimizer_params(model)
+    assert sum(p.numel() for group in groups for p in group["params"]) == sum(p.numel() for p in model.parameters())
+
+
+def test_a_competition_script_takes_the_memory_of_its_experts(stranger_files, monkeypatch):
+    """Weights and AdamW's state of three more experts in each layer, whatever the tokens do."""
+    reports = []
+    for edits in ({}, COMPETITION_EDITS):
+        script = competition(stranger_files, monkeypatch, CELLS, edits)
+        script.CFG.apex = False
+        model = script.use_experts(script.CustomModel()) if edits else script.CustomModel()
+        optimizer = torch.optim.AdamW(script.get_optimizer_params(model))
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        frame = script.pd.read_csv(stranger_files / "scores" / "train.csv").iloc[:8]
+        tokenizer = script.AutoTokenizer.from_pretrained(script.CFG.model)
+        loader = DataLoader(script.TextDataset(frame, tokenizer), 8)
+        scaler = torch.amp.GradScaler(enabled=False)
+        step = partial(
+            script.train_fn, loader, model.to(script.CFG.device), script.nn.MSELoss(), optimizer, scheduler, scaler
+        )
+        reports.append((model, measure.memory(step, model, optimizer)))
+    (dense, before), (sparse, after) = reports
+    more = 4 * more_weights(dense, sparse)
+    assert after.parts["weights"] - before.parts["weights"] == more
+    assert after.parts["optimizer state"] - before.parts["optimizer state"] == pytest.approx(2 * more, rel=0.001)
+    assert after.peak > before.peak + 3 * more
+
+
+def test_in_a_strangers_decoder(stranger_files, capsys):
+    """The same perplexity as long as nothing is learned, a lower one after; every expert trains."""
+    edits = {
+        "    model = AutoModelForCausalLM.from_pretrained(model_path).to(device)\n": "    model = "
+        "use_experts(AutoModelForCausalLM.from_pretrained(model_path)).to(device)\n",
+        "        loss = model(**batch).loss\n": "        loss = model(**batch).loss\n"
+        '        loss = loss + 0.01 * balance_loss(model, batch["attention_mask"])\n',
+    }
+    still = {"LR, BATCH_SIZE, EPOCHS = 96, 1e-3, 16, 1": "LR, BATCH_SIZE, EPOCHS = 96, 0.0, 16, 1"}
+    files = [stranger_files / name for name in ("llama", "bert", "train.jsonl", "valid.jsonl")]
+    strangers.load("decoder", "", still).main(*files)
+    strangers.load("decoder", CELLS, edits | still).main(*files)
+    model = strangers.load("decoder", CELLS, edits).main(*files)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("perplexity")]
+    dense, same, after = (float(line.split()[1]) for line in lines)
+    assert same == pytest.approx(dense, rel=1e-4) and after < 0.99 * same
+    assert experts_that_did_not_move(model) == 0
