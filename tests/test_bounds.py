@@ -231,11 +231,9 @@ def test_recordings_are_whole():
 
 
 JUDGED = [
-    (lesson, name, claim)
-    for lesson in bounds.lessons()
-    for name, claim in bounds.facts(lesson)["claims"].items()
-    if "of" in claim
+    (lesson, name, claim) for lesson in bounds.lessons() for name, claim in bounds.facts(lesson)["claims"].items()
 ]
+KNOWN = {"source", "claim", "claimed", "figure", "of", "tolerance", "by", "above", "needs"}
 
 
 @pytest.mark.parametrize(("lesson", "name", "claim"), JUDGED, ids=[name for _, name, _ in JUDGED])
@@ -269,23 +267,19 @@ def test_a_claim_fails_with_a_falsified_figure(lesson, name, claim, monkeypatch)
             assert verdict(how, claim["claimed"] - 1.01 * step) == f"less {claim['of']} ({how})"
 
 
-def test_older_claims_get_their_verdicts(own_facts, monkeypatch):
-    """Within a fifth of what was claimed, or above it, or below it."""
-    monkeypatch.setattr(bounds, "recorded_on_gpus", lambda lesson: {})
+@pytest.mark.parametrize(("lesson", "name", "claim"), JUDGED, ids=[name for _, name, _ in JUDGED])
+def test_a_claim_says_what_judges_it(lesson, name, claim):
+    assert claim.keys() <= KNOWN and claim["of"] in bounds.JUDGED and (claim["tolerance"] > 0 or "above" in claim)
+    assert set(claim.get("by", ())) <= set(bounds.EVIDENCE) and claim.get("above", True) is True
 
-    def verdict(measured, predicted=None, **claim):
-        claim = {"claim": "c", "source": "s", "claimed": 1.0, "figure": "gain"} | claim
-        by = {how: {} if value is None else {"gain": value} for how, value in (("m", measured), ("p", predicted))}
-        return bounds._claim("a", claim, by["m"], by["p"])["verdict"]
 
-    assert [verdict(1.1), verdict(0.7), verdict(1.3)] == ["holds", "lower here", "higher here"]
-    assert verdict(0.7, 1.1) == "holds"
-    assert [verdict(0.9, above=True), verdict(0.9, below=True)] == ["does not hold", "holds"]
-    monkeypatch.setattr(bounds, "recorded_on_gpus", lambda lesson: {"T4": {"gain": 1.1}})
-    assert verdict(2.0, 3.0) == "holds"
-    monkeypatch.setattr(bounds, "recorded_on_gpus", lambda lesson: {})
-    with pytest.raises(ValueError, match="accepted: what is measured, predicted or recorded"):
-        verdict(None)
+def test_a_recording_judges_before_a_prediction_and_that_before_a_measurement(own_facts, monkeypatch):
+    claim, gpus = bounds.facts("a")["claims"]["x"], {}
+    monkeypatch.setattr(bounds, "recorded_on_gpus", lambda lesson: gpus)
+    verdicts = [bounds._claim("a", claim, {"gain": 3.0}, predicted)["verdict"] for predicted in ({}, {"gain": 2.0})]
+    gpus["T4"] = {"gain": 1.0}
+    verdicts.append(bounds._claim("a", claim, {"gain": 3.0}, {"gain": 2.0})["verdict"])
+    assert verdicts == ["more value (measured)", "holds (predicted)", "less value (recorded)"]
 
 
 @pytest.fixture
@@ -302,7 +296,8 @@ source = "s"
 claim = "c"
 claimed = 2
 figure = "gain"
-below = true
+of = "value"
+tolerance = 0.5
 needs = "a GPU"
 """)
     return tmp_path / "lessons" / "a.toml"
@@ -341,8 +336,8 @@ def test_times_of_a_class_that_no_one_recorded_are_not_judged(own_facts, monkeyp
 
 def test_a_claim_that_cannot_be_tested_here_says_what_it_needs(own_facts):
     assert bounds.claims("a", {}, {})[0]["verdict"] == "open: needs a GPU"
-    assert bounds.claims("a", {"gain": 1.0}, {})[0]["verdict"] == "holds"
-    assert bounds.claims("a", {"gain": 3.0}, {})[0]["verdict"] == "does not hold"
+    assert bounds.claims("a", {"gain": 2.4}, {})[0]["verdict"] == "holds (measured)"
+    assert bounds.claims("a", {"gain": 3.0}, {})[0]["verdict"] == "more value (measured)"
 
 
 def test_write_leaves_nothing_half_written(tmp_path):

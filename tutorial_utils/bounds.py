@@ -295,14 +295,13 @@ def claims(lesson: str, measured: dict[str, float], predicted: dict[str, float])
     """A row for each claim of a lesson's facts: claimed, measured, recorded, verdict.
 
     figure: its name in the lesson and in recordings; claimed: as published, a ratio to the source's own baseline
-    unless the claim says so; above, below: the source says no more than that; of: what it claims, of JUDGED, and
-    tolerance, in the same unit; by: the evidence that fits its set-up, of EVIDENCE.
+    unless the claim says so; of: what it claims, of JUDGED, and tolerance, in the same unit; above: it says no more
+    than that it is more; by: the evidence that fits its set-up, of EVIDENCE, all of it by default.
 
     measured, predicted: by the figure's name; predicted is for the claim's own model and sizes.
-    The verdict is on the strongest evidence: a recording on a GPU, else the prediction, else what
-    was measured here. It holds within a fifth of the claim, or `above` or `below` it where that is
-    all it says. GPU is – for what lessons only predict. Without evidence the verdict is open, with
-    what the claim `needs`; ValueError where it needs nothing.
+    The verdict is on the strongest evidence that fits: a recording on a GPU, else the prediction, else what was
+    measured here. GPU is – for what lessons only predict. Without evidence the verdict is open, with what the claim
+    `needs`; ValueError where it needs nothing.
     """
     every = facts(lesson)["claims"].values()
     check.figures("measured", measured)
@@ -330,16 +329,9 @@ def _verdict(claim: dict, evidence: list[tuple[str, float]]) -> str:
     check.accept(fitting or "needs" in claim, "claim on", claim["figure"], "what is measured, predicted or recorded")
     if not fitting:
         return f"open: needs {claim['needs']}"
-    (how, strongest), claimed = fitting[0], claim["claimed"]
-    if of := claim.get("of"):
-        more = JUDGED[of](strongest) - JUDGED[of](claimed)
-        if claim.get("above"):  # more than that by the tolerance, or it says nothing
-            return f"{'holds' if more >= claim['tolerance'] else 'does not hold'} ({how})"
-        apart = "more" if more > 0 else "less"
-        return f"{'holds' if abs(more) <= claim['tolerance'] else f'{apart} {of}'} ({how})"
-    if claim.get("above") or claim.get("below"):
-        right_side = strongest > claimed if claim.get("above") else strongest < claimed
-        return "holds" if right_side else "does not hold"
-    if abs(strongest - claimed) <= 0.2 * claimed:
-        return "holds"
-    return "lower here" if strongest < claimed else "higher here"
+    (how, strongest), of = fitting[0], claim["of"]
+    more = JUDGED[of](strongest) - JUDGED[of](claim["claimed"])
+    if claim.get("above"):  # more than that by the tolerance, or it says nothing
+        return f"{'holds' if more >= claim['tolerance'] else 'does not hold'} ({how})"
+    apart = "more" if more > 0 else "less"
+    return f"{'holds' if abs(more) <= claim['tolerance'] else f'{apart} {of}'} ({how})"
