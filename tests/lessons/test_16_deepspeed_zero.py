@@ -1,56 +1,58 @@
 import importlib.util
-import inspect
+import json
 import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import strangers
 import torch
+from safetensors.torch import load_file, save_file
 from stranger import Ratings, regressor
-from torch.utils.data import DataLoader
+from strangers import same_weights
+from torch.utils.data import DataLoader, DistributedSampler
 
 from notebooks import ROOT, copied, lesson, names, proof_fails, run, source, tags
 from tutorial_utils import packages
 
 LESSON = lesson("16")
 deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-ONLY = '["DDP", "FSDP2", *stages]', '["stage 3"]'
+WAYS = 'list(SHARED) if DEEPSPEED else ["DDP"]'
 
 
 @deepspeed
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("model.backward(loss)\n        model.step()", "model.backward(loss)"),
-        ("sampler=DistributedSampler(rows, world, rank, shuffle=False)", "shuffle=False"),
+        ("        model.step()\n", ""),
+        ("shapes.batches(shape, ROWS[RANK::WORLD], 4)", "shapes.batches(shape, ROWS[:32], 4)"),
         ('"gradient_accumulation_steps": accumulate', '"gradient_accumulation_steps": 1'),
         ('"gradient_clipping": max_norm', '"gradient_clipping": 0.0'),
+        ("        if complete:\n            after_step()", "        after_step()"),
     ],
-    ids=["never stepped", "the same texts in each process", "not accumulated", "never clipped"],
+    ids=["never stepped", "the same texts in each process", "not accumulated", "never clipped", "a hasty schedule"],
 )
 def test_proof_can_fail(old, new, monkeypatch):
     """With stage 3 alone, for the time it takes."""
-    monkeypatch.setattr(LESSON, "needed_for", only_stage_3(LESSON.needed_for))
+    needed_for = LESSON.needed_for
+
+    def one_stage(tag):
+        cells = needed_for(tag)
+        assert any(WAYS in source(cell) for cell in cells)
+        return [{**cell, "source": source(cell).replace(WAYS, '["DDP", "stage 3"]')} for cell in cells]
+
+    monkeypatch.setattr(LESSON, "needed_for", one_stage)
     proof_fails(LESSON, old, new)
 
 
-def quick(code):
-    return code.replace("rounds=5", "rounds=1, warmup=0").replace("for _ in range(2):", "for _ in range(1):")
+def test_copied_needs_deepspeed_only_when_called():
+    assert {"share", "train_zero"} <= copied(LESSON).keys()
 
 
-def only_stage_3(needed_for):
-    """The cells that the proof needs, with the first stage of three and without timing."""
-
-    def needed(tag):
-        cells = needed_for(tag)
-        assert any(ONLY[0] in source(cell) for cell in cells)
-        return [{**cell, "source": quick(source(cell).replace(*ONLY))} for cell in cells]
-
-    return needed
-
-
-def untrained():
+def unshaken():
     """In evaluation mode, as from_pretrained leaves a model, and without dropout, which differs by process."""
     model = regressor().eval()
     for module in model.modules():
@@ -59,92 +61,238 @@ def untrained():
     return model
 
 
-STRANGER = """
-import json, os, sys
-import torch, torch.distributed as dist
-torch.set_num_threads(1)
-import deepspeed
-deepspeed.ops.__compatible_ops__ = {}
-from stranger import Ratings, regressor
-from torch.utils.data import DataLoader, DistributedSampler
-dist.init_process_group("gloo")
-data = Ratings(32)
-loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=False))
-engine, optimizer, losses = train_zero(untrained(), loader, {"stage": 3, "reduce_bucket_size": 1e5})
-assert engine.module.training
-state = sum(t.numel() for values in optimizer.optimizer.state.values() for t in values.values())
-parameters = list(engine.module.parameters())
-with deepspeed.zero.GatheredParameters(parameters):
-    torch.save([p.detach().clone() for p in parameters], sys.argv[1] + str(dist.get_rank()))
-print("STATE", state, flush=True)
-dist.destroy_process_group()
+def prepared(model):
+    """Two groups with their own rates, and a schedule."""
+    weights, biases = ([p for p in model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False))
+    optimizer = torch.optim.AdamW([{"params": weights, "lr": 1e-3}, {"params": biases, "lr": 1e-2}])
+    return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 4)
+
+
+def loss_of(model, batch):
+    return model(**batch).loss
+
+
+MINE = """
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
+
+ZERO = {"stage": 3, "reduce_bucket_size": 1e5, "stage3_max_reuse_distance": 0}
 """
+CALL = "train_zero(model, {}, loss_of, scheduler.step)\n"
 
 
-@deepspeed
-def test_copied(tmp_path):
-    """A DistilBERT, a regression: two processes train the weights of one, and hold half of the state each."""
-    script = tmp_path / "script.py"
-    script.write_text(f"{LESSON.source('copy')}\n\n{inspect.getsource(untrained)}\n{STRANGER}")
+def sampler(rows):
+    return f"sampler=DistributedSampler({rows}, shuffle=False)"
+
+
+# Each script as the page says: a sampler, the engine behind the schedule, the loop. Only the order is kept, to compare.
+SCRIPTS = {
+    "classifier": (
+        """
+def loss_of(model, batch):
+    return model(**batch.to(device)).loss
+""",
+        {
+            "batch_size, shuffle=shuffle,": f"batch_size, {sampler('rows')} if shuffle else None,",
+            "2, args.epochs * len(train_loader))\n": "2, args.epochs * len(train_loader))\n"
+            "    model = share(model, optimizer, ZERO, args.batch_size, max_norm=0.0)\n",
+            "train_one_epoch(model, train_loader, optimizer, scheduler)\n": CALL.format("train_loader"),
+        },
+        {"shuffle=shuffle,": "shuffle=False,"},
+    ),
+    "competition": (
+        """
+def loss_of(model, batch):
+    inputs, labels = batch
+    inputs = {k: v.to(CFG.device) for k, v in inputs.items()}
+    return nn.SmoothL1Loss()(model(inputs), labels.to(CFG.device))
+""",
+        {
+            "batch_size = 32\n": "batch_size = 16\n",
+            "CFG.batch_size, shuffle=True, drop_last": f"CFG.batch_size, {sampler('train')}, drop_last",
+            "(optimizer, 0, num_train_steps)\n": "(optimizer, 0, num_train_steps)\n"
+            "    model = share(model, optimizer, ZERO, CFG.batch_size, max_norm=CFG.max_grad_norm)\n",
+            "loss = train_fn(train_loader, model, criterion, optimizer, scheduler, scaler)\n": "loss = 0.0\n        "
+            + CALL.format("train_loader"),
+        },
+        {"shuffle=True": "shuffle=False"},
+    ),
+    "decoder": (
+        """
+def loss_of(model, batch):
+    batch = {name: tensor.to(device) for name, tensor in batch.items()}
+    tokens = (batch["labels"][:, 1:] != -100).sum()
+    of_all = tokens.clone()
+    dist.all_reduce(of_all)
+    return model(**batch).loss * tokens * dist.get_world_size() / of_all
+""",
+        {
+            "= 96, 1e-3, 16, 1": "= 96, 1e-3, 8, 1",
+            "BATCH_SIZE, shuffle=shuffle,": f"BATCH_SIZE, {sampler('rows')} if shuffle else None,",
+            "EPOCHS * len(loaders[0]))\n": "EPOCHS * len(loaders[0]))\n"
+            "    model = share(model, optimizer, ZERO, BATCH_SIZE)\n",
+            "train(model, loaders[0], optimizer, scheduler)\n": CALL.format("loaders[0]"),
+        },
+        {"shuffle=shuffle,": "shuffle=False,"},
+    ),
+}
+
+
+def outcome(name, files, copied=""):
+    """(the model, what the script makes besides) of a script, with the copied cell or with its own loop."""
+    mine, edits, plain = SCRIPTS[name]
+    script = strangers.load(name, copied and copied + MINE + mine, edits if copied else plain)
+    if name == "classifier":
+        texts = dict(train=files / "train.csv", valid=files / "valid.csv")
+        size = 16 if copied else 32
+        return script.main(SimpleNamespace(model=files / "bert", **texts, epochs=1, batch_size=size)), None
+    if name == "competition":
+        script.CFG.apex = False
+        return script.main()
+    return script.main(*(files / part for part in ("llama", "bert", "train.jsonl", "valid.jsonl"))), None
+
+
+def work(folder, files):
+    """What each of two processes does: all scripts in stage 3, and what they left behind in a folder."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__ = {}
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    rank, copied = torch.distributed.get_rank(), (folder / "copied.py").read_text()
+    namespace = {}
+    exec(copied, namespace)
+    found = {}
+
+    def of_a_stranger():
+        data = Ratings(32)
+        model = unshaken()
+        optimizer, scheduler = prepared(model)
+        loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=False))
+        engine = namespace["share"](model, optimizer, {"stage": 3, "reduce_bucket_size": 1e5}, 4, accumulate=2)
+        namespace["train_zero"](engine, loader, loss_of, scheduler.step)
+        assert scheduler.last_epoch == 2 and engine.module.training
+        return engine, None
+
+    for name in ("regressor", *SCRIPTS):
+        engine, submission = of_a_stranger() if name == "regressor" else outcome(name, files, copied)
+        state = engine.optimizer.optimizer.state.values()
+        elements = sum(tensor.numel() for values in state for tensor in values.values())
+        parameters = dict(engine.module.named_parameters())
+        with deepspeed.zero.GatheredParameters(list(parameters.values())):
+            whole = {name: tensor.detach().clone() for name, tensor in parameters.items()}
+        save_file(whole, folder / f"{name}-{rank}.safetensors")
+        found[name] = [elements, sum(tensor.numel() for tensor in whole.values())]
+        if submission is not None:
+            submission.to_csv(folder / f"submission-{rank}.csv", index=False)
+    (folder / f"found-{rank}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def two_processes(stranger_files, tmp_path_factory):
+    """The folder that two processes left behind."""
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "copied.py").write_text(LESSON.source("copy"))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu"}
     where |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
-    where["CUDA_VISIBLE_DEVICES"] = ""
+    where |= {"CUDA_VISIBLE_DEVICES": "", "DATA": str(stranger_files / "scores"), "MODEL": str(stranger_files / "bert")}
     processes = [
-        subprocess.Popen([sys.executable, str(script), str(tmp_path / "weights")],
-                         stdout=(tmp_path / f"{rank}.log").open("w"), stderr=subprocess.STDOUT,
+        subprocess.Popen([sys.executable, __file__, str(folder), str(stranger_files)],
+                         stdout=(folder / f"{rank}.log").open("w"), stderr=subprocess.STDOUT,
                          env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in (0, 1)
     ]  # fmt: skip
     for process in processes:
-        process.wait(120)
-    outputs = [(tmp_path / f"{rank}.log").read_text() for rank in (0, 1)]
-    assert all("STATE" in output for output in outputs), outputs[0][-2000:]
+        process.wait(300)
+    assert all((folder / f"found-{rank}.json").exists() for rank in (0, 1)), (folder / "0.log").read_text()[-3000:]
+    return folder
 
+
+def check(two_processes, name, plain, start):
+    """Two processes trained the weights of one, the same in both, and each holds half of the optimizer's state."""
+    after = [load_file(two_processes / f"{name}-{rank}.safetensors") for rank in (0, 1)]
+    assert all(torch.equal(tensor, after[1][key]) for key, tensor in after[0].items())
+    shared = SimpleNamespace(parameters=lambda: [after[0][key] for key, _ in plain.named_parameters()])
+    assert same_weights(plain, shared, start)
+    for rank in (0, 1):
+        state, every = json.loads((two_processes / f"found-{rank}.json").read_text())[name]
+        assert state == pytest.approx(every, rel=0.01)  # two means, of half of the parameters
+
+
+@deepspeed
+def test_copied(two_processes):
+    """A DistilBERT, a regression: groups with their own rates, a schedule, two micro-batches a step."""
     namespace = {}
     run(LESSON.source("baseline"), namespace)
-    plain, before = untrained(), untrained()
-    namespace["train"](plain, DataLoader(Ratings(32), batch_size=8))
-    assert plain.training
-    first, second = (torch.load(tmp_path / f"weights{rank}", weights_only=True) for rank in (0, 1))
-    changed = sum((a - b).norm() for a, b in zip(plain.parameters(), before.parameters(), strict=True))
-    apart = sum((a - b).norm() for a, b in zip(plain.parameters(), first, strict=True))
-    assert changed > 0 and apart < 1e-3 * changed
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    every = sum(p.numel() for p in plain.parameters())
-    state = [int(output.split("STATE")[1].split()[0]) for output in outputs]
-    assert all(count == pytest.approx(every, rel=0.01) for count in state)  # two means, of half of the parameters
+    plain = unshaken()
+    optimizer, scheduler = prepared(plain)
+    namespace["train_epoch"](plain, optimizer, DataLoader(Ratings(32), batch_size=16), loss_of, scheduler.step)
+    check(two_processes, "regressor", plain, unshaken())
 
 
-def test_copied_needs_deepspeed_only_when_called():
-    assert "train_zero" in copied(LESSON)
+@deepspeed
+def test_in_a_strangers_classifier(two_processes, stranger_files, capsys):
+    plain, _ = outcome("classifier", stranger_files)
+    assert capsys.readouterr().out.strip() in (two_processes / "0.log").read_text(), "the same accuracy"
+    torch.manual_seed(42)
+    kind = strangers.load("classifier").AutoModelForSequenceClassification
+    check(two_processes, "classifier", plain, kind.from_pretrained(stranger_files / "bert", num_labels=4))
 
 
-def test_a_process_that_dies_when_it_is_ending_has_done_its_work(capsys):
-    """Its result counts, with a line of warning; without a result it is a failure."""
+@deepspeed
+def test_in_a_strangers_competition_script(two_processes, stranger_files, monkeypatch):
+    import pandas
+
+    monkeypatch.setenv("DATA", str(stranger_files / "scores"))
+    monkeypatch.setenv("MODEL", str(stranger_files / "bert"))
+    plain, submission = outcome("competition", stranger_files)
+    torch.manual_seed(42)
+    check(two_processes, "competition", plain, strangers.load("competition").CustomModel())
+    for rank in (0, 1):
+        submitted = pandas.read_csv(two_processes / f"submission-{rank}.csv")
+        assert (submission.id == submitted.id).all() and submitted.notna().all(axis=None)
+        assert (submission - submitted).abs().max().max() <= 1e-3
+
+
+@deepspeed
+def test_in_a_strangers_decoder(two_processes, stranger_files):
+    plain, _ = outcome("decoder", stranger_files)
+    start = strangers.load("decoder").AutoModelForCausalLM.from_pretrained(stranger_files / "llama")
+    check(two_processes, "decoder", plain, start)
+
+
+def test_after_a_process_that_ended_others_wait():
+    """What it said is shown; the call after it finds new processes."""
     namespace = {}
     for cell in LESSON.code:
-        if names(source(cell))[0] & {"LESSON", "FOLDER", "HEADER", "environment", "launch"} or "setup" in tags(cell):
+        if names(source(cell))[0] & {"LESSON", "WORKER", "together"} or "setup" in tags(cell):
             run(source(cell), namespace)
-    ending = "if dist.is_initialized():"
-    assert ending in namespace["FOOTER"]
-    namespace |= {"DEEPSPEED": False, "FOOTER": namespace["FOOTER"].replace(ending, "os.abort()\n" + ending)}
-    run("def main():\n    return RANK", namespace)
-    said = run("found = launch(main, START='0')", namespace)
-    assert namespace["found"] == [0, 1] and "warning: a process died when it was ending" in said
-    run("def main():\n    raise ValueError('before its end')", namespace)
-    with pytest.raises(RuntimeError, match="before its end"):
-        run("launch(main, START='0')", namespace)
+    namespace["DEEPSPEED"] = False
+    with pytest.raises(ImportError, match="before its end"):
+        run("def fail():\n    raise ValueError('before its end')\ntogether(two, 'fail()', fail)", namespace)
+    run("found = together(two, 'RANK')", namespace)
+    assert namespace["found"] == [0, 1]
+    namespace["DEEPSPEED"] = True
+    with pytest.raises(RuntimeError, match="NameError"):
+        run("together(two, 'fail()')", namespace)
 
 
 def test_without_deepspeed(monkeypatch):
-    """The package is missing (imitated): one line, and torch's own ways are still proved."""
+    """The package is missing (imitated): one line, and torch's own DDP is still proved."""
     monkeypatch.setattr(packages, "left_out", {})
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     printed, namespace = [], {}
     for cell in LESSON.needed_for("proof"):
-        printed.append(run(quick(source(cell)), namespace))
+        printed.append(run(source(cell), namespace))
     assert sum("left out: its stages" in text for text in printed) == 1
-    assert printed[-1].split("\n")[:2] == ["DDP: equal", "FSDP2: equal"] and "stage" not in printed[-1]
+    assert printed[-1].strip() == "DDP: equal"
+
+
+if __name__ == "__main__":
+    work(*map(Path, sys.argv[1:]))
