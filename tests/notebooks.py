@@ -36,7 +36,7 @@ class Lesson:
         self.code = [cell for cell in self.cells if cell["cell_type"] == "code"]
         # The evidence, folded, is the second of two parts.
         start = next((place for place, cell in enumerate(self.cells) if cell["id"] == "evidence"), None)
-        self.two_parts, self.part_one = start is not None, self.cells[:start]
+        self.part_one = self.cells[:start]
 
     def tagged(self, tag: str) -> list[dict]:
         """The code cells with a tag, or the one of that name."""

@@ -13,24 +13,6 @@ from tutorial_utils import bounds
 from tutorial_utils.figures import size
 
 LESSONS = pytest.mark.parametrize("lesson", lessons(), ids=lambda lesson: lesson.name)
-TWO_PARTS = pytest.mark.parametrize("lesson", [one for one in lessons() if one.two_parts], ids=lambda one: one.name)
-# A lesson has two parts: one that teaches, and the evidence. Those that are still one piece have the older sections.
-SECTIONS = {
-    "technique": [
-        "Setup", "The idea", "Baseline", "The technique", "Measure", "Proof", "Pitfalls", "With the Trainer",
-        "Claims", "When to use it, and when not", "Exercise", "Check", "Sources",
-    ],
-    "study": [
-        "Setup", "The idea", "To copy", "Measure", "Proof", "Pitfalls", "With the Trainer",
-        "Claims", "When to use it, and when not", "Exercise", "Check", "Sources",
-    ],
-}  # fmt: skip
-# In this order; those in ONCE stand in exactly one cell, the others in one or more.
-TAGS = {
-    "technique": ["setup", "baseline", "copy", "proof", "pitfall", "trainer", "claims", "exercise", "solution",
-                  "figures", "check"],
-    "study": ["setup", "copy", "proof", "pitfall", "trainer", "claims", "exercise", "solution", "figures", "check"],
-}  # fmt: skip
 MOST_LINES, MOST_CHANGED = 30, 10
 # Of part one: words, lines of code, those of a cell that is not folded, words of a paragraph, characters of a line.
 MOST_WORDS, MOST_CODE, MOST_SHOWN, MOST_OF_A_PARAGRAPH, WIDEST = 1500, 200, 20, 60, 110
@@ -40,9 +22,8 @@ PRIVATE = re.compile(r"(?<![\w.])/(root|home|Users|tmp|work|mnt|opt|var)/|[A-Z]:
 @LESSONS
 def test_sections_by_kind(lesson):
     kind = lesson.course["kind"]
-    assert kind in SECTIONS, f"kind is {kind!r}; accepted: {', '.join(SECTIONS)}"
-    sections = (new_lesson.PARTS if lesson.two_parts else SECTIONS)[kind]
-    assert lesson.headings() == sections, "sections missing, added or out of order"
+    assert kind in new_lesson.PARTS, f"kind is {kind!r}; accepted: {', '.join(new_lesson.PARTS)}"
+    assert lesson.headings() == new_lesson.PARTS[kind], "sections missing, added or out of order"
     first = source(lesson.cells[0])
     assert first.startswith(f"# {lesson.name[:2]} · {lesson.course['title']}") and tags(lesson.cells[0]) == ["title"]
     assert tags(lesson.cells[1]) == ["card"]
@@ -53,7 +34,7 @@ def test_sections_by_kind(lesson):
 def test_tags(lesson):
     found = [tag for cell in lesson.code for tag in tags(cell) if tag != "nbval-check-output"]
     in_order = list(dict.fromkeys(found))
-    assert in_order == (new_lesson.TAGS if lesson.two_parts else TAGS)[lesson.course["kind"]]
+    assert in_order == new_lesson.TAGS[lesson.course["kind"]]
     for tag in new_lesson.ONCE & set(in_order):
         assert found.count(tag) == 1, f"{found.count(tag)} cells are tagged {tag}; there must be one"
     for tag in ("proof", "check"):
@@ -123,7 +104,7 @@ def folded(cell) -> bool:
     return bool(cell["metadata"].get("jupyter", {}).get("source_hidden") and cell["metadata"].get("cellView") == "form")
 
 
-@TWO_PARTS
+@LESSONS
 def test_part_one_is_read_in_twenty_minutes(lesson):
     prose = [source(cell) for cell in lesson.part_one if cell["cell_type"] == "markdown"]
     code = [cell for cell in lesson.part_one if cell["cell_type"] == "code"]
@@ -146,7 +127,7 @@ def test_part_one_is_read_in_twenty_minutes(lesson):
             )
 
 
-@TWO_PARTS
+@LESSONS
 def test_scaffolding_solution_and_evidence_are_folded(lesson):
     for tag in ("setup", "solution"):
         assert folded(lesson.tagged(tag)[0]), f"{tag} is not folded"
@@ -156,7 +137,7 @@ def test_scaffolding_solution_and_evidence_are_folded(lesson):
     assert evidence["metadata"]["id"] == "evidence", "by which Colab finds it"
 
 
-@TWO_PARTS
+@LESSONS
 def test_the_three_shapes_are_shown(lesson):
     shown = "\n".join(printed(cell) for cell in lesson.part_one if cell["cell_type"] == "code")
     for shape in lesson.course.get("shapes", ["classifier", "competition", "decoder"]):
