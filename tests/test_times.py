@@ -44,6 +44,13 @@ def test_what_does_not_settle_ends_and_says_so(monkeypatch):
     assert not taken.settled and not taken.median("a").settled and len(taken.rounds["a"]) > 2
 
 
+def test_rounds_that_are_not_repeated_settle_where_more_than_half_had_their_processors(monkeypatch):
+    for disturbed, settled, kept in ((2, True, 3), (3, False, 5)):
+        answers(monkeypatch, *[True] * disturbed, *[False] * (5 - disturbed))
+        taken = measure.timing({"a": lambda: time.sleep(0.01)}, rounds=5, warmup=0, repeat=False)
+        assert taken.settled is settled and len(taken.rounds["a"]) == kept
+
+
 def test_a_lesson_that_began_on_a_busy_machine_repeats_nothing(monkeypatch):
     answers(monkeypatch, False)
     monkeypatch.setenv("COURSE_BUSY", "1")

@@ -103,8 +103,8 @@ def timing(
     A round in which the process did not get its processors does not count and is repeated, as long as there is
     patience; then all rounds are shown, and the timing is not settled. None does in a lesson that began on a busy
     machine (COURSE_BUSY, set by `machine.start`). repeat: False for processes that take their rounds together, where
-    one that repeats a round alone would wait for the others, and for what happens once. results: whether to keep what
-    the steps give. ValueError for what is not accepted.
+    one that repeats a round alone would wait for the others, and for what happens once; then more than half of the
+    rounds must count. results: whether to keep what the steps give. ValueError for what is not accepted.
     """
     global _patience
     accept(type(rounds) is int and rounds >= 1, "rounds", rounds, "1 or more")
@@ -125,14 +125,15 @@ def timing(
         wall = time.perf_counter() - started
         if not busy and not _disturbed(before, _processors(), wall):
             counted.append(taken[-1])
-        settled = len(counted) >= rounds
+        settled = len(counted) >= (rounds if repeat else rounds // 2 + 1)
+        if len(taken) < rounds:
+            continue
         if settled and all(_agree([once[name] for once, _ in counted]) for name in steps):
             break
-        if len(taken) >= rounds:
-            budget -= wall
-            if budget <= 0:
-                break
-            _patience -= wall
+        budget -= wall
+        if budget <= 0:
+            break
+        _patience -= wall
     kept = counted if settled else taken
     found = {name: [once[name][0] for _, once in kept] for name in steps} if results else {}
     return Timing({name: [once[name] for once, _ in kept] for name in steps}, settled, found)
