@@ -162,6 +162,25 @@ def test_a_backbone_among_modules_of_ones_own(name, linear):
     assert {name for name, _ in model.named_parameters()} == before
 
 
+@pytest.mark.parametrize("name", ["model", "base_model"])
+def test_a_class_of_ones_own_that_derives_from_transformers(name):
+    """As competition scripts have it, whatever the backbone is called: its head trains whole."""
+    from transformers import PreTrainedModel
+
+    backbone = models.build("bert-base-uncased", 3, num_hidden_layers=1, hidden_size=64, num_attention_heads=4).bert
+
+    class Net(PreTrainedModel if name == "model" else torch.nn.Module):
+        def __init__(self):
+            super().__init__(*[backbone.config] * (name == "model"))
+            setattr(self, name, backbone)
+            self.fc = torch.nn.Linear(64, 1)
+
+    net = Net()
+    with_lora(net)
+    assert {"fc.weight", "fc.bias"} <= trains(net) and type(net.fc) is torch.nn.Linear
+    assert all("lora_" in one or "pooler" in one for one in trains(net) - {"fc.weight", "fc.bias"})
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_decoders_output_layer_stays(tied):
     from transformers import AutoModelForCausalLM, LlamaConfig

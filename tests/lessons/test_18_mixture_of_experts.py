@@ -111,6 +111,15 @@ def test_a_model_without_known_layers_is_an_error():
         USE(regressor())
 
 
+def test_wrapped_by_hand_the_router_has_the_type_of_the_experts():
+    batch, dense, sparse = next(iter(DataLoader(Ratings(8), batch_size=8))), regressor().double(), regressor().double()
+    for block in sparse.distilbert.transformer.layer:
+        block.ffn = EXPERTS(block.ffn, sparse.config.dim)
+    ids = batch["input_ids"]
+    apart = dense.eval()(input_ids=ids).logits - sparse.eval()(input_ids=ids).logits
+    assert apart.abs().max() < 1e-6 and BALANCE(sparse) > 0
+
+
 def test_a_state_dict_loads_into_a_model_with_experts():
     trained, fresh = USE(small("bert")), USE(small("bert"))
     for parameter in trained.parameters():
@@ -140,7 +149,7 @@ def test_experts_cost_their_weights_gradients_and_state():
 
 
 def test_balance_loss_is_one_for_an_equal_load_and_more_for_any_other():
-    layer = EXPERTS(torch.nn.Identity(), 4, count=4, top_k=1)
+    layer = EXPERTS(torch.nn.Linear(4, 4), 4, count=4, top_k=1)
     torch.nn.init.zeros_(layer.router.weight)
     layer(torch.randn(16, 4))
     assert BALANCE(layer).item() == pytest.approx(1)
