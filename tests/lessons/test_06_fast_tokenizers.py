@@ -137,7 +137,7 @@ def test_labels_of_tokens_and_pairs_of_texts():
     assert [dict(data.tokenizer()(*row)) for row in rows] == list(pairs)
     ids = [[-100, 5, 127], [-100, 30_000]]
     assert [row["labels"] for row in TokenizedOnce(lambda _: {"input_ids": ids, "labels": ids}, "ab")] == ids
-    for labels in ([[0.5, 0.25], [-1.0, 2.0]], [[-1000, 3], [-129, 2]]):  # nothing becomes another number
+    for labels in ([[0.5, 0.25, 1.0], [-1.0, 2.0]], [[-1000, 3, 0], [-129, 2]]):  # nothing becomes another number
         encoded = {"input_ids": ids, "labels": labels}
         assert [row["labels"] for row in TokenizedOnce(lambda _, given=encoded: given, "ab")] == labels
 

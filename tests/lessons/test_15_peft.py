@@ -165,11 +165,11 @@ def test_a_backbone_among_modules_of_ones_own(name, linear):
 @pytest.mark.parametrize("name", ["model", "base_model"])
 def test_a_class_of_ones_own_that_derives_from_transformers(name):
     """As competition scripts have it, whatever the backbone is called: its head trains whole."""
-    from transformers import PreTrainedModel
+    from transformers import BertPreTrainedModel
 
     backbone = models.build("bert-base-uncased", 3, num_hidden_layers=1, hidden_size=64, num_attention_heads=4).bert
 
-    class Net(PreTrainedModel if name == "model" else torch.nn.Module):
+    class Net(BertPreTrainedModel if name == "model" else torch.nn.Module):
         def __init__(self):
             super().__init__(*[backbone.config] * (name == "model"))
             setattr(self, name, backbone)
