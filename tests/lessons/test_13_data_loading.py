@@ -22,12 +22,17 @@ from tutorial_utils import bounds
 LESSON = lesson("13")
 COPIED = copied(LESSON)
 worker_loader, watched = COPIED["worker_loader"], COPIED["watched"]
-OF_ORDER = 'options["sampler"] = RandomSampler(dataset, generator=torch.Generator().manual_seed(seed))'
+OF_ORDER = 'options.setdefault("sampler", RandomSampler(dataset, generator=torch.Generator().manual_seed(seed)))'
 
 
 def cell(name):
     """The source of the code cell with this id."""
     return next(source(cell) for cell in LESSON.code if cell["id"] == name)
+
+
+def test_a_sampler_of_ones_own_is_not_dropped():
+    mine = torch.utils.data.SequentialSampler(range(8))
+    assert worker_loader(range(8), 4, shuffle=True, sampler=mine).sampler is mine
 
 
 @pytest.mark.parametrize(
