@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import pytest
 import strangers
 import torch
@@ -104,10 +102,6 @@ def peak_of(step, model):
 
 
 def test_in_a_strangers_classifier(stranger_files, capsys):
-    def arguments(batch_size):
-        files = dict(train=stranger_files / "train.csv", valid=stranger_files / "valid.csv")
-        return SimpleNamespace(model=stranger_files / "bert", **files, epochs=1, batch_size=batch_size)
-
     mine = """
 import math
 
@@ -120,14 +114,7 @@ def loss_of(model, batch):
         "                          torch.amp.GradScaler(enabled=False), 4, max_norm=float('inf'))\n",
         "args.epochs * len(train_loader)": "args.epochs * math.ceil(len(train_loader) / 4)",
     }
-    plain = strangers.load("classifier")
-    changed = strangers.load("classifier", LESSON.source("copy") + mine, edits)
-    before, after = plain.main(arguments(32)), changed.main(arguments(8))
-    one, other = capsys.readouterr().out.splitlines()
-    assert one == other, "the same accuracy"
-    torch.manual_seed(42)
-    start = plain.AutoModelForSequenceClassification.from_pretrained(stranger_files / "bert", num_labels=4)
-    assert same_weights(before, after, start)
+    strangers.classifier_learns_the_same(stranger_files, LESSON.source("copy") + mine, edits, capsys)
 
 
 IN_A_COMPETITION = """

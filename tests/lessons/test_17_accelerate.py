@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import pytest
 import strangers
 import torch
@@ -124,10 +122,6 @@ def test_the_next_epoch_begins_a_window():
 
 
 def test_in_a_strangers_classifier(stranger_files, capsys):
-    def arguments(batch_size):
-        files = dict(train=stranger_files / "train.csv", valid=stranger_files / "valid.csv")
-        return SimpleNamespace(model=stranger_files / "bert", **files, epochs=1, batch_size=batch_size)
-
     mine = "\nimport math\n\ndef loss_of(model, batch):\n    return model(**batch).loss\n"
     edits = {
         "args.epochs * len(train_loader))\n": "args.epochs * math.ceil(len(train_loader) / 4))\n"
@@ -138,13 +132,7 @@ def test_in_a_strangers_classifier(stranger_files, capsys):
         "accelerator, model, optimizer, scheduler, train_loader, loss_of, max_norm=float('inf'))\n",
         "    return model\n\n\nif": "    return accelerator.unwrap_model(model)\n\n\nif",
     }
-    plain, changed = strangers.load("classifier"), strangers.load("classifier", LESSON.source("copy") + mine, edits)
-    before, after = plain.main(arguments(32)), changed.main(arguments(8))
-    one, other = capsys.readouterr().out.splitlines()
-    assert one == other, "the same accuracy"
-    torch.manual_seed(42)
-    start = plain.AutoModelForSequenceClassification.from_pretrained(stranger_files / "bert", num_labels=4)
-    assert same_weights(before, after, start)
+    strangers.classifier_learns_the_same(stranger_files, LESSON.source("copy") + mine, edits, capsys)
 
 
 IN_A_COMPETITION = """

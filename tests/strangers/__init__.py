@@ -6,7 +6,7 @@ A lesson's technique is put into each of them as its page says: the copied cell,
 import json
 import shutil
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
 from torch.utils.data import DataLoader
@@ -76,6 +76,19 @@ def same_weights(one, other, start) -> bool:
     way = (vector(one.parameters()) - vector(start.parameters())).norm()
     apart = (vector(one.parameters()) - vector(other.parameters())).norm()
     return way > 0 and apart <= 1e-3 * way
+
+
+def classifier_learns_the_same(folder: Path, copied: str, edits: dict[str, str], capsys):
+    """The classifier, changed, in micro-batches of 8: the accuracy and the weights of its own in batches of 32."""
+    files = dict(model=folder / "bert", train=folder / "train.csv", valid=folder / "valid.csv")
+    plain, changed = load("classifier"), load("classifier", copied, edits)
+    before = plain.main(SimpleNamespace(**files, epochs=1, batch_size=32))
+    after = changed.main(SimpleNamespace(**files, epochs=1, batch_size=8))
+    one, other = capsys.readouterr().out.splitlines()
+    assert one == other, "the same accuracy"
+    torch.manual_seed(42)
+    start = plain.AutoModelForSequenceClassification.from_pretrained(folder / "bert", num_labels=4)
+    assert same_weights(before, after, start)
 
 
 class Counting(DataLoader):
