@@ -9,6 +9,9 @@ ALL_OF := $(foreach part,bad_input decide faults forks machines,tests/test_$(par
 ON = $(if $(CARD),$(VIRTUAL)/bin/python -m virtual_gpu --card $(CARD) --values $(1),$(if $(wildcard .venv/installed),$(BIN)/python,$(PYTHON)))
 NBVAL := -p nbval -o addopts= --nbval-lax --nbval-current-env --nbval-cell-timeout=300 --nbval-sanitize-with=tests/sanitize.cfg
 LESSONS = PYTHONPATH="$(CURDIR)" $(PYTEST) $(NBVAL)
+# Two lessons share the processors; on a GPU they come one by one.
+HALF = $$(( ($$(getconf _NPROCESSORS_ONLN) + 1) / 2 ))
+TWO = $(if $(shell command -v nvidia-smi),,-n 2 --dist loadfile)
 
 # ONLY="00 05" chooses lessons.
 course: .venv/installed
@@ -32,15 +35,15 @@ recipe: $(VIRTUAL)/installed
 lab: .venv/installed
 	PYTHONPATH="$(CURDIR)" $(BIN)/jupyter lab --notebook-dir=notebooks
 
-# Fast tests first, two at a time but for those that hold a time; then every lesson from a foreign folder. A lesson
-# that failed runs once more, whole: on a shared machine a time outside its bounds may be a neighbour's.
+# Fast tests first, two at a time but for those that hold a time; then every lesson from a foreign folder, two at a
+# time. A lesson that failed runs once more, whole: on a shared machine a time outside its bounds may be a neighbour's.
 test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check tutorial_utils virtual_gpu scripts tests
 	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist worksteal -m "not alone"
 	$(PYTEST) -m alone
 	rm -rf reports/nbval && mkdir -p reports/nbval && cp notebooks/[0-9]*.ipynb reports/nbval
-	$(LESSONS) reports/nbval || { again=$$(grep -o 'reports/nbval/[^:]*' .pytest_cache/v/cache/lastfailed | sort -u); \
+	$(if $(TWO),OMP_NUM_THREADS=$(HALF)) $(LESSONS) $(TWO) reports/nbval || { again=$$(grep -o 'reports/nbval/[^:]*' .pytest_cache/v/cache/lastfailed | sort -u); \
 		test -n "$$again" && $(LESSONS) $$again; }
 
 # Besides: every lesson in a fork's folder without a network, twice in a row, and on machines that are imitated; each

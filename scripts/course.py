@@ -1,6 +1,7 @@
 """Run the course.
 
-course.py run [--only 01 …]     every lesson in a fresh kernel; reports/course.json and the executed notebooks
+course.py run [--only 01 …]     every lesson in a fresh kernel; reports/course.json and the executed notebooks.
+                                On two processors or more, without a GPU, two lessons at a time share them
 course.py lesson 01             re-run one lesson in place and stamp its card
 course.py record [--only 01 …]  run them, times settled, and write facts/bounds/<machine>.json; needs no jupyter.
                                 On a CPU the notebooks' outputs and cards too, of the same run. On a virtual GPU
@@ -25,6 +26,7 @@ import tempfile
 import threading
 import time
 import tomllib
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from datetime import date
 from pathlib import Path
@@ -48,12 +50,18 @@ def lessons(only: list[str] | None = None) -> list[Path]:
     return [path for path in found if not only or path.stem[:2] in only]
 
 
-def run_lesson(path: Path, keep: Path | None = None, folder: Path | None = None, python: str = sys.executable) -> dict:
+def run_lesson(
+    path: Path,
+    keep: Path | None = None,
+    folder: Path | None = None,
+    python: str = sys.executable,
+    stop: threading.Event | None = None,
+) -> dict:
     """Run one lesson in a process and a folder of its own: its row of course.json.
 
     status is "passed", "failed", "skipped" or "interrupted"; reason says why, or what was not judged or left out.
     keep: where the executed notebook goes, when jupyter is there to execute one; not over itself where it failed.
-    folder: where to run, in place of a foreign folder with the course on its path.
+    folder: where to run, in place of a foreign folder with the course on its path. stop: what interrupts it.
     """
     result, facts = blank(path, "passed"), FACTS / f"{path.stem}.toml"
     needs = tomllib.loads(facts.read_text(encoding="utf-8"))["needs"] if facts.exists() else []
@@ -71,11 +79,10 @@ def run_lesson(path: Path, keep: Path | None = None, folder: Path | None = None,
         command = [python, str(Path(__file__).resolve()), "execute", str(path.resolve()), str(executed), str(wrong)]
         # In a session of its own: a Ctrl-C in the terminal comes to the runner alone, which ends the lesson's.
         process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True)
-        try:
-            process.wait()
-        except KeyboardInterrupt:
-            with suppress(ValueError):  # not in the main thread
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # people press it twice, and the table is yet to come
+        while process.poll() is None and not (stop and stop.is_set()):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.2)
+        if process.returncode is None:
             end(process)
             result |= {"status": "interrupted", "reason": "interrupted"}
         else:
@@ -266,24 +273,32 @@ def machine_facts() -> tuple[dict, str]:
     return {"machine": facts, "versions": here.versions, "date": date.today().isoformat()}, here.slug
 
 
-def run(paths: list[Path], keep: bool = True, record: bool = False) -> list[dict]:
+def run(paths: list[Path], keep: bool = True, record: bool = False, at_once: int = 1) -> list[dict]:
     """Run lessons in order; one that fails leaves the others' results, an interrupt those before it."""
-    results = []
-    try:
-        for path in paths:
-            say(f"{path.stem} …")
-            with tempfile.TemporaryDirectory() as folder:
-                executed = Path(folder, path.name) if record else REPORTS / "executed" / path.name
-                results.append(run_lesson(path, executed if keep else None))
-                last = results[-1]
-                if record and last["status"] == "passed":
-                    with undisturbed():
-                        write_recording(path, last, executed)
-            say(f"{path.stem} {last['status']} in {last['seconds']:.0f} s {last['reason'][:500]}".rstrip())
-            if last["status"] == "interrupted":
-                break
-    except KeyboardInterrupt:  # between two lessons
-        results += [blank(path, "interrupted") for path in paths[len(results) :][:1]]
+    stop = threading.Event()
+
+    def one(path: Path) -> dict:
+        say(f"{path.stem} …")
+        with tempfile.TemporaryDirectory() as folder:
+            executed = Path(folder, path.name) if record else REPORTS / "executed" / path.name
+            result = run_lesson(path, executed if keep else None, stop=stop)
+            if record and result["status"] == "passed":
+                write_recording(path, result, executed)
+        say(f"{path.stem} {result['status']} in {result['seconds']:.0f} s {result['reason'][:500]}".rstrip())
+        return result
+
+    # In threads: an interrupt comes to this one, which ends the lessons, and nothing that is being written.
+    with ThreadPoolExecutor(at_once) as pool:
+        rows = [pool.submit(one, path) for path in paths]
+        try:
+            wait(rows, return_when=FIRST_EXCEPTION)
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # people press it twice, and the table is yet to come
+            stop.set()
+        pool.shutdown(cancel_futures=True)
+    results = [row.result() for row in rows if not row.cancelled()]
+    if stop.is_set() and not any(result["status"] == "interrupted" for result in results):  # between two lessons
+        results += [blank(path, "interrupted") for path, row in zip(paths, rows) if row.cancelled()][:1]
     return results
 
 
@@ -393,7 +408,10 @@ def main(given: list[str] | None = None) -> int:
             os.environ |= {"COURSE_RECORDING": "1", "COURSE_STRICT": "1"}
             if os.environ.pop("COURSE_BUSY", None):  # said by the notebook that records, of a moment that is over
                 os.environ.pop("OMP_WAIT_POLICY", None)
-        results = run(chosen, record=recording)
+        alone = recording or here.device == "cuda" or here.cores < 2 or len(chosen) < 2
+        if not alone:
+            os.environ.setdefault("OMP_NUM_THREADS", str(here.cores // 2))
+        results = run(chosen, record=recording, at_once=1 if alone else 2)
     with undisturbed():
         about, slug = machine_facts()
         say("\n" + table(results))
@@ -415,5 +433,5 @@ def main(given: list[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except KeyboardInterrupt:  # between two lessons
+    except KeyboardInterrupt:  # before the first lesson
         sys.exit(130)

@@ -6,7 +6,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import course
@@ -154,13 +156,14 @@ def test_a_run_whose_times_did_not_settle_is_not_recorded(small_course, monkeypa
 def test_an_interrupt_ends_the_course(small_course, how):
     """Within five seconds, with the results so far, without a traceback, and without a kernel left."""
     write(small_course / "notebooks", "02_long", "import os, time\nprint(os.getpid())\ntime.sleep(100)")
-    (small_course / "notebooks" / "02_skipped.ipynb").unlink()
+    for other in ("02_skipped", "03_measures", "04_foreign"):
+        (small_course / "notebooks" / f"{other}.ipynb").unlink()
     script = "import course, pathlib, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     script += f"course.NOTEBOOKS = pathlib.Path({str(small_course / 'notebooks')!r}); "
     script += f"course.REPORTS = pathlib.Path({str(small_course / 'reports')!r}); sys.exit(course.main(['run']))"
     process = subprocess.Popen([sys.executable, "-c", script], cwd=Path(course.__file__).parent,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
-    assert any("02_long" in line for line in process.stdout), process.stderr.read()
+    assert any("01_fails failed" in line for line in process.stdout), process.stderr.read()
     family, deadline = [], time.monotonic() + 60
     while len(family) < 2 and time.monotonic() < deadline:  # the lesson's process and its kernel
         family = psutil.Process(process.pid).children(recursive=True)
@@ -179,12 +182,27 @@ def test_an_interrupt_ends_the_course(small_course, how):
     assert len(family) >= 2 and not any(member.is_running() for member in family), "a kernel was left"
 
 
+def test_two_lessons_at_a_time_share_the_processors(small_course, monkeypatch):
+    monkeypatch.setattr(course.os, "environ", {**course.os.environ})
+    monkeypatch.delitem(course.os.environ, "OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(machine, "facts", lambda real=machine.facts: replace(real(), cores=4, device="cpu"))
+    waits = "import os, pathlib, time\nassert os.environ['OMP_NUM_THREADS'] == '2'\npathlib.Path({!r}).touch()\n"
+    waits += "deadline = time.monotonic() + 60\n"
+    waits += "while not pathlib.Path({!r}).exists():\n    assert time.monotonic() < deadline\n    time.sleep(0.1)"
+    marks = [str(small_course / name) for name in ("one", "other")]
+    write(small_course / "notebooks", "03_measures", waits.format(*marks))
+    write(small_course / "notebooks", "04_foreign", waits.format(*reversed(marks)))
+    assert run(monkeypatch, "run", "--only", "03", "04") == 0
+
+
 def test_an_interrupt_between_two_lessons_keeps_the_results(small_course, monkeypatch, capsys):
     def interrupted(text, say=course.say):
         say(text)
         if text.startswith("01_fails failed"):
-            raise KeyboardInterrupt
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+            time.sleep(0.5)
 
+    monkeypatch.setattr(machine, "facts", lambda real=machine.facts: replace(real(), cores=1))
     monkeypatch.setattr(course, "say", interrupted)
     assert run(monkeypatch, "run") == 130
     rows = json.loads((small_course / "reports" / "course.json").read_text())["lessons"]

@@ -154,6 +154,10 @@ def test_beside_others_threads_sleep_and_times_are_not_judged(monkeypatch, capsy
     machine._give_way()
     assert (machine.os.environ.get("OMP_WAIT_POLICY") == "PASSIVE") is busy is ("COURSE_BUSY" in machine.os.environ)
     assert ("times are shown and not judged" in capsys.readouterr().out) is busy
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
+    monkeypatch.setattr(machine.os, "environ", {"OMP_NUM_THREADS": "1"})
+    machine._give_way()
+    assert "COURSE_BUSY" not in machine.os.environ, "another lesson may have the other processor"
     monkeypatch.setattr(machine.os, "environ", {"COURSE_STRICT": "1"})
     machine._give_way()
     assert machine.os.environ == {"COURSE_STRICT": "1"}, "where figures are the point, they decide by themselves"

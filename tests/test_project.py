@@ -12,7 +12,7 @@ from notebooks import ROOT, code_lines
 from tutorial_utils import figures, measure
 
 PACKAGE = sorted((ROOT / "tutorial_utils").rglob("*.py"))
-MOST, MOST_OF_A_MODULE, MOST_OF_A_ROOM = 2307, 300, 200
+MOST, MOST_OF_A_MODULE, MOST_OF_A_ROOM = 2309, 300, 200
 
 
 def pins(lines) -> list[str]:

@@ -313,7 +313,9 @@ def _give_way():
     with suppress(ImportError):
         import psutil
 
-        if psutil.cpu_percent(interval=0.5) * (psutil.cpu_count() or 1) > 30:  # of one processor
+        count = psutil.cpu_count() or 1
+        others = max(0, count - int(os.environ.get("OMP_NUM_THREADS") or count))  # processors for another lesson
+        if psutil.cpu_percent(interval=0.5) * count > 100 * others + 30:  # of one processor
             os.environ["COURSE_BUSY"] = OWN
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
             print("Something else uses this machine: times are shown and not judged.")

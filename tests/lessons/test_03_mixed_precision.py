@@ -98,14 +98,21 @@ def test_the_model_runs_in_the_scalers_type():
 
 @pytest.mark.parametrize(
     ("device", "hardware", "fp16"),
-    [("cuda", True, False), ("cuda", False, True), ("cpu", False, False), ("cpu", True, False)],
-    ids=["A100", "T4", "CPU alone", "CPU beside an A100"],
+    [
+        ("cuda", True, False),
+        ("cuda", False, True),
+        ("cuda:0", False, True),
+        (torch.device("cuda"), False, True),
+        ("cpu", False, False),
+        ("cpu", True, False),
+    ],
+    ids=["A100", "T4", "T4, numbered", "T4, as a device", "CPU alone", "CPU beside an A100"],
 )
 def test_fp16_where_the_gpu_has_no_bf16(monkeypatch, device, hardware, fp16):
     asked = []
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated=True: asked.append(emulated) or hardware)
-    monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: SimpleNamespace(device=device, on=enabled))
-    assert COPIED["scaler_for"](device) == SimpleNamespace(device=device, on=fp16)
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda enabled: enabled)
+    assert COPIED["scaler_for"](device) == fp16
     assert not any(asked), "emulation does not count"
 
 

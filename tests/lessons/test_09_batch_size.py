@@ -55,6 +55,35 @@ def test_proof_can_fail(old, new):
     proof_fails(shorter(), old, new)
 
 
+class Full(torch.autograd.Function):
+    """Fails in the backward pass, for want of memory."""
+
+    @staticmethod
+    def forward(ctx, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise torch.OutOfMemoryError("out of memory")
+
+
+def test_a_try_that_fails_in_the_backward_pass_leaves_nothing():
+    """What was ready to run stays in autograd's queue, with all that it saved, until something else runs there."""
+
+    def fails(model, batch):
+        waiting = model.weight.exp()
+        return (waiting + Full.apply(model.weight)).sum()
+
+    def make():
+        model = torch.nn.Linear(512, 512)
+        return model, torch.optim.SGD(model.parameters())
+
+    with measure.Tracker(torch.nn.Linear(1, 1)) as card:
+        before = card.bytes
+        assert not fits(make, fails, lambda size: None, 1)
+        assert card.bytes == before
+
+
 def regression(optimizer=torch.optim.AdamW):
     model = regressor()
     return model, optimizer(model.parameters())

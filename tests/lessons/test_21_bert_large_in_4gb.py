@@ -223,6 +223,16 @@ def test_one_update_is_adafactor_of_the_gradient():
     assert torch.allclose(before - model.bias, torch.tensor([1e-2]), rtol=1e-4)
 
 
+def test_frozen_parameters_may_stay_in_the_groups():
+    model = regressor()
+    model.classifier.requires_grad_(False)
+    before = model.classifier.weight.clone()
+    hooked(model)
+    loss_of(model, batches(4, 1)[0]).backward()
+    assert torch.equal(model.classifier.weight, before)
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_gradients_wait_for_the_last_micro_batch():
     model = regressor()
     optimizer, before = hooked(model), [p.detach().clone() for p in model.parameters()]
