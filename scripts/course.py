@@ -16,6 +16,7 @@ import ast
 import importlib.util
 import json
 import linecache
+import math
 import os
 import re
 import shutil
@@ -245,6 +246,9 @@ def run_cells(path: Path, past_failures: bool = False):
                     exec(compile(ast.Module([statement], []), f"<cell {number}>", "exec"), namespace)
                 except Exception as error:
                     print(f"cell {number}, line {statement.lineno}: {type(error).__name__}")
+                    for node in ast.walk(statement):  # what it would have made is no number
+                        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                            namespace.setdefault(node.id, math.nan)
             continue
         ends_in_value = bool(tree.body) and isinstance(tree.body[-1], ast.Expr)
         last = [tree.body.pop()] if ends_in_value else []

@@ -286,3 +286,10 @@ def test_a_new_lesson_fails_for_what_is_missing(tmp_path):
     for wrong in (("9", "a"), ("96", "a b"), ("96", "a", "poem")):
         with pytest.raises(ValueError, match="accepted: two digits, a name, technique or study"):
             new_lesson.make(folder, *wrong)
+
+
+def test_where_no_numbers_are_computed_a_failed_statement_leaves_no_number(tmp_path, capsys):
+    write(tmp_path, "01_small", "ratio = 1 / 0\nassert ratio < 1\nprint('twice it:', 2 * ratio)")
+    course.run_cells(tmp_path / "01_small.ipynb", past_failures=True)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == ["cell 0, line 1: ZeroDivisionError", "cell 0, line 2: AssertionError", "twice it: nan"]
