@@ -86,6 +86,8 @@ def card(course: dict, name: str) -> str:
     ]
     rows, note = [], []
     for there, run in recorded(name):
+        if there["device"] != course.get("device", there["device"]):  # where its processes do not run
+            continue
         cores, minutes = f"{there['cores']} cores, ", f"{run['seconds'] / 60:.1f}"
         if there.get("virtual"):
             if there["name"] != "virtual Tesla T4":  # the card that readers have: one is enough here
@@ -108,7 +110,8 @@ def lessons_table(names: list[str]) -> str:
     for name in names:
         course = bounds.facts(name)
         cells = [f"[{name[:2]} {course['title']}](notebooks/{name}.ipynb)", course["promise"]]
-        cells += [memory_of(recorded(name)), time_of(recorded(name)), course["changes"], course["no_help"]]
+        of = f", of {course['model']}" if "model" in course else ""
+        cells += [memory_of(recorded(name)) + of, time_of(recorded(name)), course["changes"], course["no_help"]]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

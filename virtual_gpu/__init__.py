@@ -160,6 +160,6 @@ def report() -> str:
     shown = {**parts, "nvidia-smi": _libraries[0].vgpu_highest()}
     card = torch.cuda.get_device_properties(0)
     lines = [f"{name:>12} {size / MiB:>12,.1f} MiB" for name, size in shown.items()]
-    if not parts["requested"]:
+    if not stats.get("requested_bytes.all.allocated"):  # ever: a script may have reset its peaks
         lines.append("This process asked for nothing. What it started in processes of their own is not counted here.")
     return "\n".join([f"peak on a virtual {card.name}, {card.total_memory / MiB:,.0f} MiB:", *lines])

@@ -30,8 +30,8 @@ random_ random_.from random_.to randperm.generator_out
 """.split()  # noqa: SIM905
 # Their results' shapes are values, or they are no tensors: what they give is what the CPU gives, moved. What CUDA
 # allocates inside is not seen.
-SHAPED_BY_VALUES = ("nonzero", "unique_consecutive", "_unique2", "unique_dim", "masked_select", "bincount",
-                    "repeat_interleave.Tensor", "equal")  # fmt: skip
+SHAPED_BY_VALUES = ("nonzero", "nonzero.out", "unique_consecutive", "_unique2", "unique_dim", "masked_select",
+                    "masked_select.out", "bincount", "repeat_interleave.Tensor", "equal")  # fmt: skip
 # They compute nothing, or copy values themselves.
 WITHOUT_VALUES = {
     "_local_scalar_dense", "record_stream", "_pin_memory", "is_pinned", "empty.memory_format", "empty_strided",
@@ -61,6 +61,7 @@ def start(values: str):
             written = attention.kernels() | layers.kernels()
             for name in registered():
                 _replace(name, written.get(name) or _valued(name), with_keyset=True)
+            torch._C._cuda_jiterator_compile_and_launch_kernel = torch.cuda._compile_kernel = _of_ones_own
         if values != "none":
             for name in SHAPED_BY_VALUES:
                 _replace(name, _shaped_by_values(name))
@@ -164,6 +165,13 @@ def _of_a_kind(name, kind):
     return kernel
 
 
+def _of_ones_own(*_, **__):
+    raise NotImplementedError(
+        "a kernel of one's own (torch.cuda.jiterator, torch.cuda._compile_kernel) has no values on the virtual GPU: "
+        "values='small' computes none"
+    )
+
+
 def _valued(name):
     return _computed(name, _always) if has_kernel(name, "CPU") else _missing(name)
 
@@ -171,7 +179,6 @@ def _valued(name):
 def _computed(name, judged):
     own, op = own_kernel(name), operator(name)
     tensors = [str(argument.type) == "Tensor" for argument in op._schema.arguments]
-    in_place = any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
     random = torch.Tag.nondeterministic_seeded in op.tags
 
     def kernel(keys, *arguments, **options):
@@ -190,13 +197,18 @@ def _computed(name, judged):
                         raise
                     _zero(result)
                     return result
-                if not in_place:
-                    write(result, values)
-            elif not in_place or judged is _is_small:
-                _zero(result)
+                write(_made(op, result), _made(op, values))
+            else:
+                _zero(result if judged is _is_small else _made(op, result))
         return result
 
     return kernel
+
+
+def _made(op, results):
+    """Of an operator's results those that are none of its arguments: what is in place has its values already."""
+    results = results if len(op._schema.returns) > 1 else (results,)
+    return [result for result, one in zip(results, op._schema.returns) if one.alias_info is None]
 
 
 def _read():
@@ -257,10 +269,14 @@ def _missing(name):
 
 
 def _shaped_by_values(name):
-    op = operator(name)
+    op = operator(name.removesuffix(".out"))
 
-    def kernel(*arguments, **options):
+    def kernel(*arguments, out=None, **options):
         device = next(leaf.device for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+        if out is not None:
+            values = _on_cpu(op, arguments, options)
+            write(out.resize_(values.shape), values)
+            return out
         return tree_map_only(torch.Tensor, lambda values: _onto(values, device), _on_cpu(op, arguments, options))
 
     return kernel
@@ -280,10 +296,13 @@ def drawn_as_on_cuda():
 
 
 def write(results, values):
-    """The values into the results' own bytes, tensor by tensor."""
+    """The values into the results' own bytes, tensor by tensor.
+
+    What a CPU leaves empty, as a batch norm's statistics in evaluation, is for its own backward pass: not a number.
+    """
     for result, value in zip(tree_leaves(results), tree_leaves(values)):
         if isinstance(result, torch.Tensor) and result.numel() and result.device.type == "cuda":
-            view(result).copy_(value)
+            view(result).copy_(value if value.numel() else torch.tensor(torch.nan))
 
 
 def _number(value, beside):

@@ -83,11 +83,15 @@ def _new(state, query, key, p):
     return _mask(seed, query, key, p)
 
 
+def _scale(scale, query):
+    return query.shape[-1] ** -0.5 if scale is None else scale
+
+
 def _attend(output, sums, state, query, key, value, bias, p, causal, scale):
     """The values of a forward, into its results. sums: batch × heads × length, some kernels' with more places."""
     q, k, v, b = full(query, key, value, bias)
     k, v, _ = _grouped(q, k, v)
-    values, logarithms = forward(q, k, v, b, causal, scale or q.shape[-1] ** -0.5, _new(state, q, k, p))
+    values, logarithms = forward(q, k, v, b, causal, _scale(scale, q), _new(state, q, k, p))
     write(output, values)
     if sums.numel():
         sums = sums.squeeze(-1) if sums.dim() == 4 else sums
@@ -99,7 +103,7 @@ def _gradients(gradient, query, key, value, bias, seed, p, causal, scale):
     g, q, k, v, b = full(gradient, query, key, value, bias)
     k, v, groups = _grouped(q, k, v)
     dropped = _drawn(seed, q, k, p)
-    of_q, of_k, of_v, of_b = backward(g, q, k, v, b, causal, scale or q.shape[-1] ** -0.5, dropped)
+    of_q, of_k, of_v, of_b = backward(g, q, k, v, b, causal, _scale(scale, q), dropped)
     return of_q, _summed(of_k, groups), _summed(of_v, groups), of_b
 
 

@@ -356,3 +356,67 @@ t = torch.tensor([1 + 2j, 3 - 1j]).cuda()
 print((t.conj() * t).tolist(), t.conj().imag.neg().clone().tolist())
 """
     assert on("T4", code, "all").strip() == "[(5+0j), (10+0j)] [2.0, -1.0]"
+
+
+def test_what_is_written_in_place_beside_a_result():
+    """An operator that changes an argument and gives a new tensor too."""
+    code = """
+    random = torch.nn.functional.rrelu(-torch.ones(1000, device="cuda"), training=True)
+    print(bool(((random <= -1 / 8) & (random >= -1 / 3)).all()), len(random.unique()) > 100)
+    x = torch.randn(8, 3)
+    def norm(to):
+        mean, var = to(torch.ones(3)), to(torch.ones(3))
+        found = torch._native_batch_norm_legit(to(x), None, None, mean, var, True, 0.1, 1e-5)
+        return [one.cpu() for one in (*found, mean, var)]
+    print(all(torch.allclose(*pair, atol=1e-6) for pair in zip(norm(torch.Tensor.cpu), norm(torch.Tensor.cuda))))
+    """
+    assert on("T4", code, "all").split() == ["True"] * 3
+
+
+def test_a_batch_norm_in_evaluation():
+    code = """
+    import copy
+    torch.backends.cudnn.enabled = False
+    one, x = torch.nn.BatchNorm1d(3), torch.randn(8, 3)
+    other = copy.deepcopy(one).cuda()
+    for training in (True, False):
+        given = [x.clone().requires_grad_(), x.cuda().requires_grad_()]
+        outputs = [model.train(training)(given) for model, given in zip((one, other), given)]
+        for output in outputs:
+            output.square().sum().backward()
+        print((outputs[0] - outputs[1].cpu()).abs().max().item() < 1e-6,
+              (given[0].grad - given[1].grad.cpu()).abs().max().item() < 1e-5)
+    """
+    assert on("T4", code, "all").split() == ["True"] * 4
+
+
+@pytest.mark.parametrize("values", ["small", "all"])
+def test_shapes_that_are_values_with_a_place_for_them(values):
+    code = """
+    mask = torch.tensor([True, False, True, True]).cuda()
+    out = torch.empty(0, dtype=torch.long, device="cuda")
+    print(torch.nonzero(mask, out=out) is out, out.flatten().tolist())
+    print(torch.masked_select(torch.arange(4, device="cuda"), mask, out=out).tolist())
+    """
+    assert on("T4", code, values).splitlines() == ["True [0, 2, 3]", "[0, 2, 3]"]
+
+
+def test_attention_whose_scale_is_zero():
+    code = """
+    parts = torch.randn(3, 1, 2, 5, 8)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    print((attend(*parts, scale=0.0) - attend(*parts.cuda(), scale=0.0).cpu()).abs().max().item() < 1e-6)
+    """
+    assert on("T4", code, "all").split() == ["True"]
+
+
+@pytest.mark.parametrize("made", ['jiterator._create_jit_fn("template <typename T> T f(T x) { return x; }")',
+                                  '_compile_kernel("__global__ void f() {}", "f")'])  # fmt: skip
+def test_a_kernel_of_ones_own_says_so(made):
+    code = f"""
+    try:
+        torch.cuda.{made}(torch.ones(4, device="cuda"))
+    except NotImplementedError as error:
+        print(error)
+    """
+    assert "kernel of one's own" in on("T4", code, "all")
