@@ -116,7 +116,7 @@ def _around_torch(load_torch):
     os.environ["VGPU_KERNELS"] = str(_kernels(described["major"], described["minor"]))
     from . import arithmetic
 
-    arithmetic.start(settings["values"])
+    arithmetic.start(settings["values"], _libraries[0])
     if settings["values"] == "all":
         sys.meta_path.insert(0, _Around("bitsandbytes", lambda load: (load(), arithmetic.start_bitsandbytes())))
     # torch's autograd thread may still let go of the last graph; an interpreter that ends meanwhile aborts.

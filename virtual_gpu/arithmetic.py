@@ -32,6 +32,8 @@ random_ random_.from random_.to randperm.generator_out
 # allocates inside is not seen.
 SHAPED_BY_VALUES = ("nonzero", "nonzero.out", "unique_consecutive", "_unique2", "unique_dim", "masked_select",
                     "masked_select.out", "bincount", "repeat_interleave.Tensor", "equal")  # fmt: skip
+# By these words, operators that may ask a library for what is not here: with "small" they name it too.
+OF_LIBRARIES = ("_fft", "linalg", "cholesky", "triangular", "geqrf", "ormqr", "lu_", "cudnn", "addmm", "bmm")
 # They compute nothing, or copy values themselves.
 WITHOUT_VALUES = {
     "_local_scalar_dense", "record_stream", "_pin_memory", "is_pinned", "empty.memory_format", "empty_strided",
@@ -40,16 +42,26 @@ WITHOUT_VALUES = {
 }  # fmt: skip
 # Kinds of tensors of which nothing is computed here, by torch's key for their kernels.
 KINDS = {"SparseCUDA": "sparse", "SparseCsrCUDA": "sparse", "NestedTensorCUDA": "nested", "QuantizedCUDA": "quantized"}
+MADE = {  # and what makes such a tensor of a dense one
+    "quantized": "quantize_per_tensor quantize_per_tensor_dynamic quantize_per_channel",
+    "nested": "_nested_tensor_from_mask _nested_from_padded",
+}
 _libraries = {}  # by namespace: what replaces kernels as long as it lives
 _running = threading.local()  # .depth: of kernels whose own host code is running
+_runtime = []  # libcudart, which knows what was called that is not here
 
 
-def start(values: str):
+def start(values: str, runtime: ctypes.CDLL):
     """Wrap the CUDA kernels of torch, for this process."""
+    _runtime.append(runtime)
+    runtime.vgpu_unknown_name.restype = ctypes.c_char_p
     _untraced(*(made.__code__ for made in globals().values() if hasattr(made, "__code__")))
     torch._C._jit_set_texpr_fuser_enabled(False)  # of TorchScript: it compiles kernels of its own, which nothing runs
     with _replacing("aten"):
         if values == "small":
+            for name in registered():
+                if name == "mm" or any(word in name for word in OF_LIBRARIES):
+                    _replace(name, own_kernel(name), with_keyset=True)
             for name in OPERATORS:
                 _replace(name, _computed(name, _is_known), with_keyset=True)
             for name in NUMBERS:
@@ -69,8 +81,9 @@ def start(values: str):
                 for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
                     if name.startswith("aten::"):
                         _replace(name, _of_a_kind(name, kind), key)
-            for name in ("quantize_per_tensor", "quantize_per_tensor_dynamic", "quantize_per_channel"):
-                _replace(name, _of_a_kind(name, "quantized"))
+            for kind, names in MADE.items():
+                for name in names.split():
+                    _replace(name, _of_a_kind(name, kind))
 
 
 def _untraced(*codes):
@@ -126,13 +139,25 @@ def has_kernel(name: str, key: str) -> bool:
 
 
 def own_kernel(name: str):
-    """CUDA's own host code, to be called with what the kernel in its place was called with."""
+    """CUDA's own host code, to be called with what the kernel in its place was called with.
+
+    NotImplementedError where it asks a library for what is not here, of which torch's own error knows a number only.
+    """
     own = torch.library.get_kernel(_qualified(name), "CUDA").call_boxed
+    refusals = ctypes.c_long.in_dll(_runtime[0], "vgpu_refusals")
 
     def run(*arguments, **options):
         _running.depth = getattr(_running, "depth", 0) + 1
+        before = refusals.value
         try:
             return own(*arguments, **options)
+        except RuntimeError as error:
+            if refusals.value == before or isinstance(error, NotImplementedError):
+                raise
+            asked = _runtime[0].vgpu_unknown_name().decode()
+            raise NotImplementedError(
+                f"{_qualified(name)} asked for {asked}, which the virtual GPU does not have.{_without_cudnn(asked)}"
+            ) from error
         finally:
             _running.depth -= 1
 
@@ -251,18 +276,20 @@ def _in_full(value, types):
     return tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in types else t, value)
 
 
+def _without_cudnn(name):
+    return " torch.backends.cudnn.enabled = False takes torch's own kernel in its place" if "cudnn" in name else ""
+
+
 def _missing(name):
     own = own_kernel(name)
-    way_out = 'With values="small" it is not computed'
-    if "cudnn" in name:
-        way_out = "torch.backends.cudnn.enabled = False takes torch's own kernel in place of cuDNN's"
+    way_out = _without_cudnn(name) or ' With values="small" it is not computed'
 
     def kernel(keys, *arguments, **options):
         if getattr(_running, "depth", 0):  # inside of an operator whose values are computed as a whole
             return own(keys, *arguments, **options)
         raise NotImplementedError(
-            f"{_qualified(name)} has no values on the virtual GPU: the CPU has no kernel of it, and none is written in "
-            f"virtual_gpu/layers.py. {way_out}"
+            f"{_qualified(name)} has no values on the virtual GPU: the CPU has no kernel of it, and none is written "
+            f"here.{way_out}"
         )
 
     return kernel

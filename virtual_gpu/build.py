@@ -31,7 +31,8 @@ BY_PREFIX = {"nccl": "libnccl", "cuFile": "libcufile", "cusparseLt": "libcuspars
 WANTED = re.compile(r"(__)?cu[A-Za-z]|nccl[A-Z]|nvrtc[A-Z]|nvshmem")
 TEXTS = re.compile(r"Get(Last)?(Error|Status)(String|Name)?$")  # what they give is read as text
 STUBS = """int {answer}(const char *name);
-#define TEXT(name) const char *name(void) {{ return "the virtual GPU does not have this"; }}
+const char *vgpu_text(void);
+#define TEXT(name) const char *name(void) {{ return vgpu_text(); }}
 #define UNKNOWN(name) long name(void) {{ return {answer}(#name); }}
 {stubs}
 """

@@ -31,7 +31,7 @@ def _transposed(x, weight, padding, output_padding, stride, dilation, groups, *_
 
 
 def _depthwise(x, weight, size, bias, stride, padding, dilation):
-    return torch.conv2d(*full(x, weight, bias), stride, padding, dilation, groups=x.shape[1])
+    return torch.convolution(*full(x, weight, bias), stride, padding, dilation, False, [0] * len(stride), x.shape[1])
 
 
 def _norm(x, shape, weight, eps):
@@ -102,6 +102,7 @@ COMPUTED = {
     "cudnn_convolution": _convolution,
     "cudnn_convolution_transpose": _transposed,
     "_conv_depthwise2d": _depthwise,
+    "conv_depthwise3d": _depthwise,
     "_fused_rms_norm": _norm,
     "_fused_rms_norm_backward": _norm_backward,
     "_thnn_fused_lstm_cell": _lstm,

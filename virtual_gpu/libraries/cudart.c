@@ -161,6 +161,8 @@ int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 
 static __thread int last;
 static const char *unknown = "";
+long vgpu_refusals; /* for Python, which says whose error that was */
+const char *vgpu_unknown_name(void) { return unknown; }
 static int failed(int code) { return last = code; }
 int cudaGetLastError(void) { int code = last; last = SUCCESS; return code; }
 int cudaPeekAtLastError(void) { return last; }
@@ -170,18 +172,22 @@ const char *cudaGetErrorName(int code) {
          : code == NO_KERNEL     ? "cudaErrorNoKernelImageForDevice"
                                  : "cudaErrorNotSupported";
 }
-const char *cudaGetErrorString(int code) {
+const char *vgpu_text(void) { /* what every library says of an error */
   static char text[256];
+  snprintf(text, sizeof text, "the virtual GPU does not have this: %s", *unknown ? unknown : "see above");
+  return text;
+}
+const char *cudaGetErrorString(int code) {
   if (code == SUCCESS) return "no error";
   if (code == OUT_OF_MEMORY) return "out of memory";
   if (code == NO_KERNEL) return "no kernel image is available for execution on the device";
-  snprintf(text, sizeof text, "the virtual GPU does not have this: %s", *unknown ? unknown : "see above");
-  return text;
+  return vgpu_text();
 }
 
 /* Every function that is not written comes to this, with its name; of the runtime, to the one below: how a launch
    ended is asked for later. */
 int vgpu_refused(const char *name) {
+  vgpu_refusals++;
   const char *way_out = strncmp(name, "cudnn", 5) ? "" : "; torch.backends.cudnn.enabled = False does without cuDNN";
   if (strcmp(unknown, name))
     fprintf(stderr, "virtual_gpu: %s was called, which the virtual GPU does not have%s\n", name, way_out);
