@@ -31,7 +31,8 @@ random_ random_.from random_.to randperm.generator_out
 # Their results' shapes are values, or they are no tensors: what they give is what the CPU gives, moved. What CUDA
 # allocates inside is not seen.
 SHAPED_BY_VALUES = ("nonzero", "nonzero.out", "unique_consecutive", "_unique2", "unique_dim", "masked_select",
-                    "masked_select.out", "bincount", "repeat_interleave.Tensor", "equal")  # fmt: skip
+                    "masked_select.out", "bincount", "repeat_interleave.Tensor", "equal",
+                    "isin.Tensor_Tensor")  # fmt: skip
 # By these words, operators that may ask a library for what is not here: with "small" they name it too.
 OF_LIBRARIES = ("_fft", "linalg", "cholesky", "triangular", "geqrf", "ormqr", "lu_", "cudnn", "addmm", "bmm")
 # They compute nothing, or copy values themselves.

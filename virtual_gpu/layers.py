@@ -8,7 +8,7 @@ from .attention import full
 
 def kernels() -> dict:
     """Name of an operator → the kernel, which runs CUDA's own host code and then writes values."""
-    return {name: _kernel(name, compute) for name, compute in COMPUTED.items()}
+    return {name: _kernel(name, compute) for name, compute in COMPUTED.items()} | {"pow.Scalar": _power}
 
 
 def _kernel(name, compute):
@@ -20,6 +20,17 @@ def _kernel(name, compute):
         return result
 
     return kernel
+
+
+def _power(keys, base, exponent):
+    """Without CUDA's own host code, which hands its number on as a tensor of the GPU that Python may not have."""
+    base = torch.full((), base, dtype=torch.result_type(base, exponent), device=exponent.device)
+    return torch.pow(base, exponent)
+
+
+def _log_sigmoid_backward(gradient, x, buffer):
+    gradient, values = full(gradient, x)
+    return gradient * (-values).sigmoid()
 
 
 def _convolution(x, weight, padding, stride, dilation, groups, *_):
@@ -103,6 +114,7 @@ COMPUTED = {
     "cudnn_convolution_transpose": _transposed,
     "_conv_depthwise2d": _depthwise,
     "conv_depthwise3d": _depthwise,
+    "log_sigmoid_backward": _log_sigmoid_backward,  # the CPU's wants a buffer that CUDA does not make
     "_fused_rms_norm": _norm,
     "_fused_rms_norm_backward": _norm_backward,
     "_thnn_fused_lstm_cell": _lstm,

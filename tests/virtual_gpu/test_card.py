@@ -150,12 +150,51 @@ def test_attention_kernel(card, kernel):
 
 
 def test_what_is_not_written_is_an_error_with_its_name():
+    """In the exception too, of which torch knows a number only, with each kind of values."""
+    code = """
+for f in (torch.linalg.inv, torch.fft.fft, lambda x: x.to(torch.complex64) @ x.to(torch.complex64)):
+    try:
+        f(torch.eye(4, device="cuda"))
+    except NotImplementedError as error:
+        print(error)
+"""
+    for values in ("all", "small"):
+        shown = on("T4", code, values)
+        for name in ("cusolverDnCreate", "cufftCreate", "cublasCgemm_v2"):
+            assert f"asked for {name}, which the virtual GPU does not have" in shown
+
+
+def test_a_function_of_cusparse_names_itself():
+    """With values a sparse tensor has none, and no function of cuSPARSE is reached."""
     ran = process("""
-    import virtual_gpu; virtual_gpu.start("T4")
+    import virtual_gpu; virtual_gpu.start("T4", "none")
     import torch
-    torch.linalg.inv(torch.eye(4, device="cuda"))
+    torch.sparse.mm(torch.eye(4).to_sparse_csr().cuda(), torch.ones(4, 4, device="cuda"))
     """)
-    assert ran.returncode and "which the virtual GPU does not have" in ran.stderr
+    assert ran.returncode and "the virtual GPU does not have this: cusparse" in ran.stderr
+
+
+def test_each_process_has_a_whole_card(tmp_path):
+    """And the report is of the first: README says both."""
+    script = tmp_path / "two.py"
+    script.write_text("""
+import subprocess, sys, torch
+x = torch.ones(2**28, device="cuda")
+free = torch.cuda.mem_get_info()[0]
+child = "import torch; y = torch.ones(2**28, device='cuda'); print(torch.cuda.mem_get_info()[0])"
+print(free == int(subprocess.run([sys.executable, "-c", child], capture_output=True, text=True).stdout))
+""")
+    ran = subprocess.run([PYTHON, "-m", "virtual_gpu", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "True" in ran.stdout and "allocated      1,024.0 MiB" in ran.stdout
+
+
+def test_facts_that_are_the_same_for_each_card():
+    """As README says: no program of the course asks for them."""
+    code = """
+    p = torch.cuda.get_device_properties(0)
+    print(p.L2_cache_size, p.memory_bus_width, p.pci_bus_id)
+    """
+    assert on("T4", code) == on("H100 80GB", code) == "4194304 256 0\n"
 
 
 CANNOT = {  # README's list: what is tried, and what it says

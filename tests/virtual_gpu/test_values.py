@@ -420,3 +420,21 @@ def test_a_kernel_of_ones_own_says_so(made):
         print(error)
     """
     assert "kernel of one's own" in on("T4", code, "all")
+
+
+def test_operators_whose_own_host_code_asks_for_values():
+    """A number to a power, membership, and what CUDA keeps less of than the CPU."""
+    code = """
+def of(x):
+    x = x.detach().clone().requires_grad_()
+    F = torch.nn.functional
+    torch.manual_seed(0)
+    layer = torch.nn.Conv3d(4, 8, 3, groups=4).to(x.device)
+    results = [2**x, torch.matrix_exp(x), F.logsigmoid(x), layer(x.view(1, 4, 4, 4, 4)), torch.ldexp(x, x)]
+    sum(r.square().sum() for r in results[1:]).backward()
+    return [*results, x.grad, torch.isin(x, x[:1]).float(), (2 ** torch.arange(3, device=x.device)).float()]
+x = torch.linspace(-1, 1, 256).view(16, 4, 4)
+for one, other in zip(of(x), of(x.cuda())):
+    print((one - other.cpu()).abs().max().item() <= 1e-5 * one.abs().max().item())
+"""
+    assert set(on("T4", code, "all").split()) == {"True"}
