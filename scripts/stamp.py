@@ -176,7 +176,7 @@ def predictors_table(content: dict) -> str:
 def predictions_table(recordings: list[dict]) -> str:
     """What scripts/record_predictions.py measured, a row for each GPU."""
     lines = [
-        "| GPU | steps that fit | tensors: median error, worst | reserved: median, worst | above the card's bound | "
+        "| GPU | steps | tensors: median error, worst | reserved: median, worst | above the card's bound | "
         "the bound's margin | versions | date |",
         "|---|---|---|---|---|---|---|---|",
     ]

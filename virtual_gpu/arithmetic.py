@@ -28,13 +28,13 @@ argmax argmin max.dim min.dim topk sort sort.stable kthvalue multinomial bucketi
 eq.Scalar eq.Tensor ne.Scalar ne.Tensor lt.Scalar lt.Tensor le.Scalar le.Tensor gt.Scalar gt.Tensor ge.Scalar ge.Tensor
 random_ random_.from random_.to randperm.generator_out
 """.split()  # noqa: SIM905
-# Their results' shapes are values, or they are no tensors: what they give is what the CPU gives, moved. What CUDA
-# allocates inside is not seen.
+# Their results' shapes are values, or they are no tensors, or their host code goes by values that lie in between: what
+# they give is what the CPU gives, moved. What CUDA allocates inside is not seen.
 SHAPED_BY_VALUES = ("nonzero", "nonzero.out", "unique_consecutive", "_unique2", "unique_dim", "masked_select",
                     "masked_select.out", "bincount", "repeat_interleave.Tensor", "equal",
                     "isin.Tensor_Tensor")  # fmt: skip
 # By these words, operators that may ask a library for what is not here: with "small" they name it too.
-OF_LIBRARIES = ("_fft", "linalg", "cholesky", "triangular", "geqrf", "ormqr", "lu_", "cudnn", "addmm", "bmm")
+OF_LIBRARIES = ("_fft", "linalg", "cholesky", "triangular", "geqrf", "ormqr", "cudnn", "addmm", "bmm")
 # They compute nothing, or copy values themselves.
 WITHOUT_VALUES = {
     "_local_scalar_dense", "record_stream", "_pin_memory", "is_pinned", "empty.memory_format", "empty_strided",
