@@ -267,7 +267,7 @@ def test_in_a_strangers_decoder(stranger_files, capsys):
     )
     files = [stranger_files / name for name in ("llama", "bert", "train.jsonl", "valid.jsonl")]
     before, after = plain.main(*files), changed.main(*files)
-    one, other = (float(line.split()[1]) for line in capsys.readouterr().out.splitlines() if "perplexity" in line)
+    one, other = strangers.perplexities(capsys)
     assert other == pytest.approx(one, rel=0.001), "the same perplexity"
     start = plain.AutoModelForCausalLM.from_pretrained(stranger_files / "llama")
     assert 0 < way_apart(start, before, after) < 0.05

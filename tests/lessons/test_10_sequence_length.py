@@ -300,7 +300,7 @@ def test_in_a_strangers_decoder(stranger_files, capsys):
     (plain, files), (changed, _) = decoder(stranger_files, 400), decoder(stranger_files, 400, KEEP_THE_ANSWER)
     before, after = plain.main(*files), changed.main(*files)
     assert same_weights(before, after, plain.AutoModelForCausalLM.from_pretrained(stranger_files / "llama"))
-    first, second = (line for line in capsys.readouterr().out.splitlines() if "perplexity" in line)
+    first, second = strangers.perplexities(capsys)
     assert first == second
 
 

@@ -342,7 +342,7 @@ def test_in_a_strangers_decoder(stranger_files, capsys):
     )
     files = [stranger_files / name for name in ("llama", "bert", "train.jsonl", "valid.jsonl")]
     before, after, _ = (script.main(*files) for script in (plain, same, small))
-    found = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines() if "perplexity" in line]
+    found = strangers.perplexities(capsys)
     assert found[1] == pytest.approx(found[0], rel=1e-3) and found[2] < 8192, "better than a guess among all tokens"
     start = plain.AutoModelForCausalLM.from_pretrained(stranger_files / "llama")
     assert same_weights(before, after, start)

@@ -386,7 +386,7 @@ def test_in_a_strangers_decoder(stranger_files, capsys):
     }
     script = strangers.load("decoder", LESSON.source("copy"), edits)
     model = script.main(*[stranger_files / name for name in ("llama", "bert", "train.jsonl", "valid.jsonl")])
-    found = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines() if line.startswith("perplexity")]
+    found = strangers.perplexities(capsys)
     untrained, *_, last, merged = found
     assert last < 0.9 * untrained and abs(merged / last - 1) < 1e-3
     moved = changes(model, script.AutoModelForCausalLM.from_pretrained(stranger_files / "llama"))

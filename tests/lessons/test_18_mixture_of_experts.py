@@ -374,7 +374,6 @@ def test_in_a_strangers_decoder(stranger_files, capsys):
     strangers.load("decoder", "", still).main(*files)
     strangers.load("decoder", CELLS, edits | still).main(*files)
     model = strangers.load("decoder", CELLS, edits).main(*files)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("perplexity")]
-    dense, same, after = (float(line.split()[1]) for line in lines)
+    dense, same, after = strangers.perplexities(capsys)
     assert same == pytest.approx(dense, rel=1e-4) and after < 0.99 * same
     assert experts_that_did_not_move(model) == 0

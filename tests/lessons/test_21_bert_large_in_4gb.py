@@ -465,7 +465,7 @@ def tokens(batch):
     files = [stranger_files / name for name in ("llama", "bert", "train.jsonl", "valid.jsonl")]
     plain = script(None, 1)
     before, exact, half = (one.main(*files) for one in (plain, script("torch.float32", 4), script("torch.bfloat16", 4)))
-    perplexities = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if "perplexity" in line]
+    perplexities = strangers.perplexities(capsys)
     assert same(before, exact, plain.AutoModelForCausalLM.from_pretrained(stranger_files / "llama"))
     assert all(p.dtype == torch.bfloat16 and p.grad is None for p in half.parameters())
     assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-3)

@@ -70,6 +70,12 @@ def competition(files: Path, monkeypatch, copied: str = "", edits: dict[str, str
     return load("competition", copied, edits)
 
 
+def perplexities(capsys) -> list[float]:
+    """Those that the decoder printed: numbers, since another padding or kernel may round the last digit otherwise."""
+    lines = capsys.readouterr().out.splitlines()
+    return [float(line.split()[1]) for line in lines if line.startswith("perplexity")]
+
+
 def same_weights(one, other, start) -> bool:
     """Whether two models moved to the same place, within a thousandth of their way."""
     vector = torch.nn.utils.parameters_to_vector
