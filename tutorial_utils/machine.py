@@ -151,6 +151,8 @@ def limits(here: Machine) -> list[str]:
         )
     elif here.device == "cpu":
         lines.append("No GPU: lessons run at a small size, and predict the real sizes.")
+    if here.virtual:
+        lines.append("No times on a virtual GPU: the seconds that are shown are this computer's.")
     if not here.bf16:
         lines.append("No bf16 in hardware: use fp16 with a GradScaler.")
     return lines

@@ -40,9 +40,9 @@ def start(
     """Load the libraries in place of NVIDIA's, for this process and for no other.
 
     card: of facts/gpus.toml, or a word of one. values: "all" computes what every kernel would have computed (numbers
-    are right; tiny models), "small" whole numbers, truth values and tensors of few elements (branches and shapes are
-    right; real sizes in seconds), "none" nothing. context: bytes of the card that no tensor can have; else by its
-    multiprocessors.
+    are right; tiny models), "small" whole numbers, truth values, what is filled or drawn at random, and tensors of few
+    elements (branches and shapes by these are right; real sizes in seconds), "none" nothing. context: bytes of the card
+    that no tensor can have; else by its multiprocessors.
     facts: in place of the card's own: total (bytes that CUDA reports), multiprocessors, threads, blocks (of one).
     Raises RuntimeError where torch came first or a driver of NVIDIA's is here, ValueError for what is not accepted,
     and FileNotFoundError without gcc.

@@ -3,7 +3,7 @@
 The virtual GPU's memory is this process's, so the operator runs once more on views of the same bytes, as tensors of the
 CPU, and its results are written where the kernel would have written them. With "all" for every operator that CUDA has;
 with "small" for OPERATORS, by which programs branch (`attention_mask.all()`), on whole numbers and truth values up to
-MOST elements and on anything of at most FEW.
+MOST elements, on anything of at most FEW, and for what is copied, filled or drawn at random, up to MOST elements.
 """
 
 import ctypes
@@ -18,16 +18,23 @@ MOST, FEW = 1 << 18, 16
 EXACT = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 HALVES = (torch.float16, torch.bfloat16)
 OPERATORS = """
-all all.dim any any.dim sum.dim_IntList cumsum max min bitwise_and.Tensor bitwise_or.Tensor bitwise_not
-logical_not logical_and where.self add.Tensor sub.Tensor mul.Tensor index.Tensor cat isinf isnan
-fill_.Scalar fill_.Tensor copy_ masked_fill_.Scalar arange.start_out
+sum.dim_IntList cumsum max min bitwise_and.Tensor bitwise_or.Tensor bitwise_not
+logical_not logical_and logical_or logical_xor where.self add.Tensor sub.Tensor mul.Tensor index.Tensor cat
+arange.start_out
 """.split()  # noqa: SIM905
-# What these give is a whole number or a truth value, whatever they are given: a class, an index, a choice.
+# What these give is a whole number, a truth value or a random number, whatever they are given: a class, an index, a
+# choice. What lies where a kernel would have written may be a NaN: for them it is 0, so that nothing stops a script.
 NUMBERS = """
 argmax argmin max.dim min.dim topk sort sort.stable kthvalue multinomial bucketize.Tensor searchsorted.Tensor
 eq.Scalar eq.Tensor ne.Scalar ne.Tensor lt.Scalar lt.Tensor le.Scalar le.Tensor gt.Scalar gt.Tensor ge.Scalar ge.Tensor
 random_ random_.from random_.to randperm.generator_out
+fill_.Scalar fill_.Tensor masked_fill_.Scalar masked_fill_.Tensor copy_
+uniform_ bernoulli_.Tensor bernoulli_.float bernoulli.out
 """.split()  # noqa: SIM905
+# Of truth values however many: a script goes by all the gradients of a large layer.
+OF_TRUTHS = ("all", "all.dim", "any", "any.dim")
+# What "small" says of a float that nobody computed, so that no script is stopped for what lay there before.
+OF_FLOATS = {"isnan": False, "isinf": False, "isfinite": True}
 # Their results' shapes are values, or they are no tensors, or their host code goes by values that lie in between: what
 # they give is what the CPU gives, moved. What CUDA allocates inside is not seen.
 SHAPED_BY_VALUES = ("nonzero", "nonzero.out", "unique_consecutive", "_unique2", "unique_dim", "masked_select",
@@ -67,6 +74,10 @@ def start(values: str, runtime: ctypes.CDLL):
                 _replace(name, _computed(name, _is_known), with_keyset=True)
             for name in NUMBERS:
                 _replace(name, _computed(name, _is_small), with_keyset=True)
+            for name in OF_TRUTHS:
+                _replace(name, _computed(name, _is_of_truths), with_keyset=True)
+            for name, said in OF_FLOATS.items():
+                _replace(name, _always_says(name, said), with_keyset=True)
             _replace("_local_scalar_dense", _read(), with_keyset=True)
         if values == "all":
             from . import attention, layers
@@ -217,7 +228,8 @@ def _computed(name, judged):
                 [result, *(leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, torch.Tensor))]
             ):
                 try:
-                    values = _on_cpu(op, arguments, options)
+                    given = _no_nan(arguments) if judged is _is_small and not op._schema.is_mutable else arguments
+                    values = _on_cpu(op, given, options)
                 except (IndexError, RuntimeError):  # an index, a probability that only a kernel would have made
                     if judged is _always:
                         raise
@@ -229,6 +241,21 @@ def _computed(name, judged):
         return result
 
     return kernel
+
+
+def _always_says(name, said: bool):
+    own = own_kernel(name) if has_kernel(name, "CUDA") else lambda _, *given: operator(name).decompose(*given)
+
+    def kernel(*given):
+        result = own(*given)
+        view(result).fill_(said)
+        return result
+
+    return kernel
+
+
+def _no_nan(value):
+    return tree_map_only(torch.Tensor, lambda t: view(t).nan_to_num(0.0, torch.inf, -torch.inf), value)
 
 
 def _made(op, results):
@@ -356,6 +383,10 @@ def _is_known(tensors):
 
 def _is_small(tensors):
     return max(tensor.numel() for tensor in tree_leaves(tensors) if isinstance(tensor, torch.Tensor)) <= MOST
+
+
+def _is_of_truths(tensors):
+    return _is_known(tensors) or all(tensor.dtype in EXACT for tensor in tree_leaves(tensors))
 
 
 def _always(_):

@@ -23,6 +23,7 @@ WRITTEN = {  # library, without its version → its own source and options
     "libcublas": ("blas.c", ["-DCUBLAS"]),
     "libcudnn": ("dnn.c", []),
     "libnvrtc": ("nvrtc.c", []),
+    "libcupti": ("cupti.c", []),
 }
 ORDER = ("libcudart", "libcuda", "libcublasLt", "libcublas")  # in which they are loaded, before the others
 # Where a symbol names no version, by its beginning: the longest that fits.

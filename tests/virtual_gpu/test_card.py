@@ -312,6 +312,58 @@ print(torch.full((1,), float("nan"), device="cuda").item() == 0.0)  # what nobod
     assert set(on("T4", code, "small").split()) == {"True"}
 
 
+def test_small_values_stop_no_script_that_looks_for_nan():
+    """What no kernel has written counts as finite, however many there are: else steps would be left out."""
+    code = """
+torch.full((4000, 1000), -100, device="cuda")  # whose bytes are NaN as floats
+few, many = torch.empty(4, device="cuda").exp(), torch.empty(3000, 1000, device="cuda")
+weight = torch.nn.Parameter(torch.empty(3000, 1000, device="cuda"))
+(2 * weight).sum().backward()
+for x in (few, many, weight.grad, weight):
+    print(torch.isfinite(x).all().item(), not torch.isnan(x).any().item(), not torch.isinf(x).any().item())
+print((few == few).all().item(), not (few != few).any().item())
+print(torch.nn.utils.clip_grad_norm_([weight], 1.0, error_if_nonfinite=True) is not None)
+"""
+    assert set(on("T4", code).split()) == {"True"}
+
+
+def test_small_values_are_drawn_at_random():
+    """The masks of masked language modelling, made on the card: by them a loss takes its rows."""
+    code = """
+shares = torch.full((32, 128), 0.15, device="cuda")
+shares.masked_fill_(torch.arange(128, device="cuda") < 64, 0.0)
+for mask in (torch.bernoulli(torch.full((32, 128), 0.15, device="cuda")).bool(), torch.bernoulli(shares).bool(),
+             torch.rand(32, 128, device="cuda") < 0.15):
+    print(mask.sum().item() / mask.numel(), torch.empty(32, 128, device="cuda")[mask].shape[0] == mask.sum().item())
+"""
+    (one, *_), (half, *_), (other, *right) = (line.split() for line in on("T4", code).splitlines())
+    assert abs(float(one) - 0.15) < 0.03 and abs(float(half) - 0.075) < 0.03 and abs(float(other) - 0.15) < 0.03
+    assert right == ["True"]
+
+
+def test_a_profiler_goes_on_with_the_cpu():
+    """As torch's own does where CUPTI fails."""
+    ran = process("""
+    import virtual_gpu; virtual_gpu.start("T4")
+    import torch
+    x = torch.ones(64, 64, device="cuda")
+    with torch.profiler.profile() as profiled:
+        x @ x
+    print("aten::mm" in {event.key for event in profiled.key_averages()})
+    """)
+    assert ran.stdout == "True\n" and "the virtual GPU has no profiler" in ran.stderr
+
+
+def test_a_second_card_is_none():
+    code = """
+    try:
+        torch.ones(1, device="cuda:1")
+    except RuntimeError as error:
+        print(error)
+    """
+    assert "CUDA error: invalid device ordinal" in on("T4", code)
+
+
 def test_what_is_not_here_names_itself_and_nothing_after_it():
     """A function of cuSOLVER, one of the driver that torch asks for by name, and a fact of the card."""
     code = """

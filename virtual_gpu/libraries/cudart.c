@@ -14,7 +14,7 @@
 #include <sys/mman.h>
 #include <time.h>
 
-enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_KERNEL = 209, NOT_SUPPORTED = 801 };
+enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, NO_KERNEL = 209, NOT_SUPPORTED = 801 };
 enum { HOST = 1, DEVICE = 2, MANAGED = 3 }; /* cudaMemoryType */
 #define GRANULE (2ul << 20)                 /* cudaMalloc takes whole pages of the card's memory */
 #define NOTHING(name) int name(void) { return SUCCESS; }
@@ -146,7 +146,7 @@ int cudaGetDeviceProperties(void *it, int device) { return properties(it); }
 
 int cudaGetDeviceCount(int *count) { return *count = 1, SUCCESS; }
 int cudaGetDevice(int *device) { return *device = 0, SUCCESS; }
-int cudaSetDevice(int device) { return device == 0 ? SUCCESS : 101; }
+int cudaSetDevice(int device) { return device == 0 ? SUCCESS : INVALID_DEVICE; }
 int cudaDriverGetVersion(int *version) { return *version = 1000 * CUDA, SUCCESS; }
 int cudaRuntimeGetVersion(int *version) { return *version = 1000 * CUDA, SUCCESS; }
 int cudaDeviceCanAccessPeer(int *can, int one, int other) { return *can = 0, SUCCESS; }
@@ -170,6 +170,7 @@ const char *cudaGetErrorName(int code) {
   return code == SUCCESS         ? "cudaSuccess"
          : code == OUT_OF_MEMORY ? "cudaErrorMemoryAllocation"
          : code == NO_KERNEL     ? "cudaErrorNoKernelImageForDevice"
+         : code == INVALID_DEVICE ? "cudaErrorInvalidDevice"
                                  : "cudaErrorNotSupported";
 }
 const char *vgpu_text(void) { /* what every library says of an error */
@@ -180,6 +181,7 @@ const char *vgpu_text(void) { /* what every library says of an error */
 const char *cudaGetErrorString(int code) {
   if (code == SUCCESS) return "no error";
   if (code == OUT_OF_MEMORY) return "out of memory";
+  if (code == INVALID_DEVICE) return "invalid device ordinal";
   if (code == NO_KERNEL) return "no kernel image is available for execution on the device";
   return vgpu_text();
 }
