@@ -1,8 +1,9 @@
-"""Make the course's tiny pretrained model: python scripts/pretrain_tiny.py [--steps 4000]
+"""Make the course's tiny pretrained models: python scripts/pretrain_tiny.py {encoder,decoder} [--steps 4000]
 
-Trains a WordPiece tokenizer on the training split of the corpus, then a small BERT by masked
-language modelling on the same texts, and writes both to tutorial_utils/tiny with recipe.json: the
-recipe, the loss, and what the pretraining is worth on the corpus task. About 30 minutes on two cores.
+encoder: trains a WordPiece tokenizer on the training split of the corpus, then a small BERT by masked language
+modelling on the same texts, and writes both to tutorial_utils/tiny. decoder: trains a small Llama on the same texts,
+with that tokenizer, to tell the next token, and writes it to tutorial_utils/tiny_decoder. Beside each stands
+recipe.json: the recipe, the loss, and what the pretraining is worth on the model's task. Half an hour on two cores.
 """
 
 import argparse
@@ -18,12 +19,13 @@ from pathlib import Path
 import torch
 import transformers
 from tokenizers import BertWordPieceTokenizer
-from transformers import BertForMaskedLM, BertTokenizer, get_linear_schedule_with_warmup
+from transformers import BertForMaskedLM, BertTokenizer, LlamaForCausalLM, get_linear_schedule_with_warmup
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tutorial_utils import data, models  # noqa: E402
 
 RECIPE = dict(batch=32, length=128, learning_rate=1e-3, warmup=0.06, masked=0.15, weight_decay=0.01, seed=0)
+DECODER = dict(batch=32, length=128, learning_rate=2e-3, warmup=0.06, weight_decay=0.01, seed=0)
 GAIN_LENGTH = 64
 
 
@@ -49,32 +51,43 @@ def masked(batch: dict, tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, labels
 
 
-def pretrain(corpus, tokenizer, steps: int) -> tuple[BertForMaskedLM, list[float]]:
-    torch.manual_seed(RECIPE["seed"])
-    model = BertForMaskedLM(models.config("tiny"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RECIPE["learning_rate"], weight_decay=RECIPE["weight_decay"])
-    scheduler = get_linear_schedule_with_warmup(optimizer, int(RECIPE["warmup"] * steps), steps)
+def masked_losses(corpus, tokenizer, model):
+    """Without end: the loss of a batch of texts with tokens masked."""
     loader = data.loader(corpus.train, tokenizer, RECIPE["batch"], RECIPE["length"], shuffle=True)
-    losses, started = [], time.perf_counter()
-    while len(losses) < steps:
+    while True:
         for batch in loader:
             ids, labels = masked(batch, tokenizer)
             hidden = model.bert(ids, attention_mask=batch["attention_mask"]).last_hidden_state
             chosen = labels != -100
             # The vocabulary's logits for the masked positions only: most of the time saved.
-            loss = torch.nn.functional.cross_entropy(model.cls(hidden[chosen]), labels[chosen])
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            if len(losses) % 200 == 0:
-                recent = sum(losses[-200:]) / 200
-                print(f"step {len(losses)}/{steps} loss {recent:.3f} {time.perf_counter() - started:.0f} s", flush=True)
-            if len(losses) == steps:
-                break
-    return model, losses
+            yield torch.nn.functional.cross_entropy(model.cls(hidden[chosen]), labels[chosen])
+
+
+def next_token_losses(corpus, tokenizer, model):
+    """Without end: the loss of rows of texts one after another, cut to one length."""
+    texts = tokenizer([row["text"] for row in corpus.train], verbose=False)["input_ids"]
+    while True:
+        stream = torch.cat([torch.tensor(texts[i]) for i in torch.randperm(len(texts))])
+        rows = stream[: len(stream) // DECODER["length"] * DECODER["length"]].view(-1, DECODER["length"])
+        for ids in rows.split(DECODER["batch"]):
+            yield model(ids, labels=ids).loss
+
+
+def pretrain(model, losses_of, recipe: dict, steps: int) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe["learning_rate"], weight_decay=recipe["weight_decay"])
+    scheduler = get_linear_schedule_with_warmup(optimizer, int(recipe["warmup"] * steps), steps)
+    losses, started = [], time.perf_counter()
+    for loss, _ in zip(losses_of, range(steps)):
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if len(losses) % 200 == 0:
+            recent = sum(losses[-200:]) / 200
+            print(f"step {len(losses)}/{steps} loss {recent:.3f} {time.perf_counter() - started:.0f} s", flush=True)
+    return losses
 
 
 def fine_tuned_accuracy(weights: str, corpus, tokenizer, steps: int, seed: int = 0) -> float:
@@ -95,52 +108,122 @@ def fine_tuned_accuracy(weights: str, corpus, tokenizer, steps: int, seed: int =
     return right / len(corpus.test)
 
 
-def gain(corpus, tokenizer) -> dict:
+def completion_batches(rows, tokenizer, size: int, seed: int | None = None):
+    """Batches of prompts and their completions; the labels of prompts and of padding are -100."""
+    order = range(len(rows)) if seed is None else torch.randperm(len(rows), generator=torch.manual_seed(seed)).tolist()
+    prompts, answers = (tokenizer(list(rows[name]))["input_ids"] for name in ("prompt", "completion"))
+    for start in range(0, len(rows), size):
+        chosen = [(prompts[i][-GAIN_LENGTH:], answers[i][1:]) for i in order[start : start + size]]
+        longest = max(len(prompt) + len(answer) for prompt, answer in chosen)
+        ids = torch.full((len(chosen), longest), tokenizer.pad_token_id)
+        labels = torch.full_like(ids, -100)
+        for row, (prompt, answer) in enumerate(chosen):
+            end = len(prompt) + len(answer)
+            ids[row, :end] = torch.tensor(prompt + answer)
+            labels[row, len(prompt) : end] = torch.tensor(answer)
+        yield {"input_ids": ids, "attention_mask": (ids != tokenizer.pad_token_id).long(), "labels": labels}
+
+
+@torch.inference_mode()
+def completion_loss(model, rows, tokenizer) -> float:
+    """Nats a token of the completions."""
+    model.eval()
+    total = count = 0
+    for batch in completion_batches(rows, tokenizer, 64):
+        tokens = int((batch["labels"][:, 1:] != -100).sum())
+        total, count = total + float(model(**batch).loss) * tokens, count + tokens
+    model.train()
+    return total / count
+
+
+def fine_tuned_loss(weights: str, splits, tokenizer, steps: int, seed: int = 0) -> dict[str, float]:
+    """Test loss on completions before and after a short fine-tuning, from `weights` or from random."""
+    torch.manual_seed(seed)
+    model, (train, test) = models.build("tiny-decoder", weights=weights, causal=True), splits
+    optimizer, before = torch.optim.AdamW(model.parameters(), lr=1e-3), completion_loss(model, test, tokenizer)
+    for _, batch in zip(range(steps), completion_batches(train, tokenizer, 32, seed)):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"before": round(before, 4), "after": round(completion_loss(model, test, tokenizer), 4)}
+
+
+def encoder_gain(corpus, tokenizer) -> dict:
     accuracies = {
         weights: round(fine_tuned_accuracy(weights, corpus, tokenizer, models.GAIN_STEPS), 4)
         for weights in ("pretrained", "random")
     }
-    return {"steps": models.GAIN_STEPS, "length": GAIN_LENGTH, **accuracies, "majority": round(corpus.majority, 4)}
+    found = {"steps": models.GAIN_STEPS, "length": GAIN_LENGTH, **accuracies, "majority": round(corpus.majority, 4)}
+    return {"test_accuracy_after_fine_tuning": found}
 
 
-def make(corpus, steps: int) -> dict:
+def decoder_gain(_, tokenizer) -> dict:
+    splits, steps = data.completions(), models.GAIN_STEPS
+    losses = {weights: fine_tuned_loss(weights, splits, tokenizer, steps) for weights in ("pretrained", "random")}
+    return {"completion_loss_after_fine_tuning": {"steps": steps, **losses}}
+
+
+def make_encoder(corpus, steps: int) -> dict:
     """Train tokenizer and model into data.TINY; the recipe, without the gain."""
     with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        tokenizer = train_tokenizer([row["text"] for row in corpus.train], folder)
-        model, losses = pretrain(corpus, tokenizer, steps)
-        model.save_pretrained(folder)
-        shutil.rmtree(data.TINY, ignore_errors=True)
-        shutil.copytree(folder, data.TINY)
+        tokenizer = train_tokenizer([row["text"] for row in corpus.train], Path(folder))
+        torch.manual_seed(RECIPE["seed"])
+        model = BertForMaskedLM(models.config("tiny"))
+        losses = pretrain(model, masked_losses(corpus, tokenizer, model), RECIPE, steps)
+        _replace(data.TINY, model, Path(folder))
+    return _recipe(corpus, RECIPE, steps, "masked_language_loss", losses)
+
+
+def make_decoder(corpus, steps: int) -> dict:
+    """Train the model into models.TINY_DECODER; the recipe, without the gain."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(DECODER["seed"])
+        model = LlamaForCausalLM(models.config("tiny-decoder"))
+        losses = pretrain(model, next_token_losses(corpus, data.tokenizer(), model), DECODER, steps)
+        _replace(models.TINY_DECODER, model, Path(folder))
+    return _recipe(corpus, DECODER, steps, "next_token_loss", losses)
+
+
+def _replace(target: Path, model, folder: Path):
+    model.save_pretrained(folder)
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(folder, target)
+
+
+def _recipe(corpus, recipe: dict, steps: int, kind: str, losses: list[float]) -> dict:
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    ends = {"first_200_steps": losses[:200], "last_200_steps": losses[-200:]}
     return {
         "made_by": "scripts/pretrain_tiny.py",
         "date": date.today().isoformat(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": {"python": platform.python_version(), **versions},
         "corpus": {"source": corpus.source, "train": len(corpus.train), "test": len(corpus.test)},
-        "recipe": {**RECIPE, "steps": steps},
-        "masked_language_loss": {
-            "first_200_steps": round(sum(losses[:200]) / 200, 3),
-            "last_200_steps": round(sum(losses[-200:]) / 200, 3),
-        },
+        "recipe": {**recipe, "steps": steps},
+        kind: {name: round(sum(part) / len(part), 3) for name, part in ends.items()},
     }
+
+
+KINDS = {
+    "encoder": (make_encoder, encoder_gain, data.TINY),
+    "decoder": (make_decoder, decoder_gain, models.TINY_DECODER),
+}
 
 
 def main(given: list[str] | None = None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--gain", action="store_true", help="train nothing; measure again what it is worth")
     arguments = parser.parse_args(given)
     if arguments.steps < 1:
         parser.error(f"steps was {arguments.steps}; accepted: 1 or more")
-    corpus, path = data.load(), data.TINY / "recipe.json"
+    make, gain, folder = KINDS[arguments.kind]
+    corpus, path = data.load(), folder / "recipe.json"
     recipe = json.loads(path.read_text(encoding="utf-8")) if arguments.gain else make(corpus, arguments.steps)
-    recipe["test_accuracy_after_fine_tuning"] = gain(corpus, data.tokenizer())
+    found = gain(corpus, data.tokenizer())
+    recipe |= found
     path.write_text(json.dumps(recipe, indent=2) + "\n")
-    print(json.dumps(recipe["test_accuracy_after_fine_tuning"]))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

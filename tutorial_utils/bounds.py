@@ -285,7 +285,11 @@ def _report(lesson: str, figures: dict, verdict: Verdict | None = None):
 
 def write(path: Path, content: dict):
     """Write JSON whole or not at all."""
-    text = json.dumps(content, indent=2) + "\n"
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str):
+    """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.write_text(text, encoding="utf-8")

@@ -148,38 +148,55 @@ def accuracy(model, rows, tokenizer, length: int = 64) -> float:
 
 
 def _docstrings() -> Corpus:
+    splits = _kept("docstrings", _texts_of, lambda rows: _dataset(rows, list(LIBRARIES)))
+    return Corpus(*splits, list(LIBRARIES), "docstrings")
+
+
+def completions() -> tuple[Sequence, Sequence]:
+    """(train, test): rows {"completion": str, "prompt": str}, for a decoder: what a function does, and its signature.
+
+    Of the libraries of the docstrings, split as they are. The completion is the first sentence of a function's
+    docstring; none stands twice.
+    """
+    from datasets import Dataset
+
+    return _kept("completions", _sentences_of, Dataset.from_list)
+
+
+def _kept(name: str, rows_of, dataset):
+    """(train, test) of what is read from the libraries' sources, from the cache or into it."""
     if not importlib.util.find_spec("datasets"):
-        print("datasets is not installed: the docstrings are read afresh, as a plain list")
-        return _corpus(*_harvest())
+        print(f"datasets is not installed: the {name} are read afresh, as a plain list")
+        return _harvest(rows_of)
     import datasets
 
     key = _hash(" ".join([str(_EDITION), platform.python_version(), *map(version, LIBRARIES[1:])]))[:12]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tutorial_utils"
-    folder = cache / f"docstrings-{key}"
+    folder = cache / f"{name}-{key}"
     if folder.exists():
         try:
             if (folder / "written").read_text(encoding="utf-8") != _content(folder):
                 raise OSError("not what was written")
-            return _corpus(*(datasets.load_from_disk(str(folder / name)) for name in ("train", "test")))
+            return tuple(datasets.load_from_disk(str(folder / split)) for split in ("train", "test"))
         except Exception as error:  # of Arrow, of JSON, of the file system: cut off where a disk was full
             print(f"The texts in the cache cannot be read ({type(error).__name__}): they are made again")
             shutil.rmtree(folder, ignore_errors=True)
     else:
         print("Reading the docstrings of the installed libraries: once, about ten seconds")
-    splits = [_dataset(rows, list(LIBRARIES)) for rows in _harvest()]
+    splits = tuple(map(dataset, _harvest(rows_of)))
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as unfinished:
             datasets.disable_progress_bars()
-            for name, split in zip(("train", "test"), splits):
-                split.save_to_disk(Path(unfinished, name))
+            for split, rows in zip(("train", "test"), splits):
+                rows.save_to_disk(Path(unfinished, split))
             datasets.enable_progress_bars()
             Path(unfinished, "written").write_text(_content(Path(unfinished)), encoding="utf-8")
             with suppress(OSError):  # another process was first
                 Path(unfinished).replace(folder)
     except OSError as error:
         print(f"The texts stay in memory ({error.strerror}): XDG_CACHE_HOME may name a folder with room, to keep them")
-    return _corpus(*splits)
+    return splits
 
 
 def _content(folder: Path) -> str:
@@ -187,16 +204,12 @@ def _content(folder: Path) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.arrow")))).hexdigest()
 
 
-def _corpus(train, test) -> Corpus:
-    return Corpus(train, test, list(LIBRARIES), "docstrings")
+def _harvest(rows_of) -> tuple[list[dict], list[dict]]:
+    """(train, test): the rows that `rows_of` finds in a source, the same for the same versions.
 
-
-def _harvest() -> tuple[list[dict], list[dict]]:
-    """(train, test): rows of the corpus, the same for the same versions.
-
-    A module's texts all go to one split, and no text stands twice.
+    A module's rows all go to one split, and no first value of a row stands twice.
     """
-    found = {}  # text → (the label of its library, the hash of its module)
+    found = {}  # first value of a row → (the row, the hash of its module)
     for label, library in enumerate(LIBRARIES):
         root = Path(importlib.util.find_spec("ast" if library == "python" else library).origin).parent
         files = [p for p in root.rglob("*.py") if not _LEFT_OUT & set(p.relative_to(root).parts)]
@@ -208,12 +221,12 @@ def _harvest() -> tuple[list[dict], list[dict]]:
                 break
             source = path.read_bytes()
             size += len(source)
-            for text in _texts_of(source):
-                found.setdefault(text, (label, digest))
+            for row in rows_of(_documented(source), label):
+                found.setdefault(next(iter(row.values())), (row, digest))
     splits = ([], [])
-    for text in sorted(found, key=_hash):
-        label, digest = found[text]
-        splits[int(digest, 16) % 5 == 0].append({"text": text, "label": label})
+    for first in sorted(found, key=_hash):
+        row, digest = found[first]
+        splits[int(digest, 16) % 5 == 0].append(row)
     return splits
 
 
@@ -221,7 +234,8 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _texts_of(source: bytes):
+def _documented(source: bytes):
+    """(node, docstring) of each module, class and function that has one."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -233,8 +247,21 @@ def _texts_of(source: bytes):
         for block in ("body", "orelse", "finalbody", "handlers", "cases"):
             statements += getattr(node, block, ())
         text = ast.get_docstring(node) if isinstance(node, documented) else None
-        if text and len(text.split()) >= _FEWEST_WORDS:
-            yield text
+        if text:
+            yield node, text
+
+
+def _texts_of(documented, label: int):
+    for _, text in documented:
+        if len(text.split()) >= _FEWEST_WORDS:
+            yield {"text": text, "label": label}
+
+
+def _sentences_of(documented, _):
+    for node, text in documented:
+        sentence = re.split(r"(?<=[.:]) ", " ".join(text.split("\n\n")[0].split()))[0]
+        if isinstance(node, ast.FunctionDef) and sentence[:1].isupper() and 4 <= len(sentence.split()) <= 40:
+            yield {"completion": sentence, "prompt": f"def {node.name}({ast.unparse(node.args)}):"}
 
 
 def _csv(path: Path, text: str, label: str) -> Corpus:

@@ -1,4 +1,4 @@
-"""Sequence classifiers by name: `build`, `config`, `names`. The sizes are in facts/models.toml."""
+"""Sequence classifiers and causal language models by name: `build`, `config`, `names`. Sizes: facts/models.toml."""
 
 import sys
 import tomllib
@@ -7,6 +7,9 @@ from pathlib import Path
 
 from .check import accept, one_of
 from .data import TINY
+
+TINY_DECODER = TINY.with_name("tiny_decoder")
+HERE = {"tiny": TINY, "tiny-decoder": TINY_DECODER}  # name → the folder of weights that travel with the package
 
 # After this many fine-tuning steps the tiny pretrained model must lead one from random weights on
 # the corpus task by at least this many points of test accuracy.
@@ -20,6 +23,12 @@ NO_CACHE = {"use_cache": False}  # a classifier has none, and with checkpointing
 @cache
 def _facts() -> dict:
     return tomllib.loads((Path(__file__).parent / "facts" / "models.toml").read_text(encoding="utf-8"))
+
+
+def hub(name: str) -> str:
+    """Where the pretrained weights are: a name of the Hugging Face hub, or the course's own folder."""
+    one_of(names(), "model", name)
+    return str(HERE.get(name) or _facts()[name]["hub"])
 
 
 def names() -> list[str]:
@@ -55,25 +64,33 @@ def config(name: str, num_labels: int = 2, **changes):
     return AutoConfig.for_model(**{**fields, **NO_CACHE, **changes}, num_labels=num_labels)
 
 
-def build(name: str, num_labels: int = 2, weights: str = "random", attention: str | None = None, **changes):
+def build(
+    name: str, num_labels: int = 2, weights: str = "random", attention: str | None = None, causal=False, **changes
+):
     """A sequence classifier of a named architecture, on the CPU, in training mode, in fp32.
 
-    weights: "random" (no download), or "pretrained": the course's own for "tiny"; for the others
+    weights: "random" (no download), or "pretrained": the course's own for "tiny" and "tiny-decoder"; for the others
     the hub's or its cache's, and when neither can be had, one line says so and they are random.
     attention: "eager" or "sdpa"; by default what transformers chooses for the architecture.
+    causal: a causal language model in its place.
     changes: configuration fields, for example num_hidden_layers=2 (with random weights only).
     """
-    from transformers import AutoModelForSequenceClassification
-
     one_of(("random", "pretrained"), "weights", weights)
     accept(weights == "random" or not changes, "changes", changes, "none: pretrained weights have a fixed shape")
     settings = config(name, num_labels, **changes)
-    check_attention(settings, attention)
+    check_attention(settings, attention, causal)
     if weights == "pretrained":
-        model = _pretrained(name, settings, attention)
+        model = _pretrained(name, settings, attention, causal)
         if model is not None:
             return model.train()
-    return AutoModelForSequenceClassification.from_config(settings, attn_implementation=attention).train()
+    return _auto(causal).from_config(settings, attn_implementation=attention).train()
+
+
+def _auto(causal: bool):
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    accept(type(causal) is bool, "causal", causal, "True or False")
+    return AutoModelForCausalLM if causal else AutoModelForSequenceClassification
 
 
 def fresh(name: str, num_labels: int, weights: str = "random", device="cpu", **options):
@@ -94,26 +111,23 @@ def without_dropout(model):
     return model
 
 
-def untrained(settings, attention: str | None = None):
-    """The classifier of a configuration without initial values: for fake tensors, where none exist."""
-    from transformers import AutoModelForSequenceClassification
+def untrained(settings, attention: str | None = None, causal=False):
+    """The model of a configuration without initial values: for fake tensors, where none exist."""
     from transformers.initialization import no_init_weights
 
-    check_attention(settings, attention)
+    check_attention(settings, attention, causal)
     with no_init_weights():
-        model = AutoModelForSequenceClassification.from_config(settings, attn_implementation=attention)
+        model = _auto(causal).from_config(settings, attn_implementation=attention)
     model.tie_weights()  # a part of the initialization
     return model
 
 
-def check_attention(settings, attention: str | None):
-    """ValueError where transformers has no such attention for this architecture."""
-    from transformers import AutoModelForSequenceClassification
-
+def check_attention(settings, attention: str | None, causal=False):
+    """ValueError where transformers has no such model, or no such attention for it."""
     if attention is not None:
         one_of(("eager", "sdpa"), "attention", attention)
-    classes = AutoModelForSequenceClassification._model_mapping
-    way = "a configuration for which transformers has a sequence classifier, or a function that returns a module"
+    classes, kind = _auto(causal)._model_mapping, "causal language model" if causal else "sequence classifier"
+    way = f"a configuration for which transformers has a {kind}, or a function that returns a module"
     accept(type(settings) in classes, "model", settings, way)
     known = attention != "sdpa" or classes[type(settings)]._supports_sdpa
     accept(known, f"attention of {settings.model_type}", attention, '"eager": transformers has no SDPA for it')
@@ -129,19 +143,18 @@ def positions(settings) -> int | None:
     return max(0, getattr(settings, "max_position_embeddings", None) or 0) or None  # XLNet says -1
 
 
-def _pretrained(name: str, settings, attention):
-    from transformers import AutoModelForSequenceClassification
+def _pretrained(name: str, settings, attention, causal):
     from transformers.utils import logging
 
     from .machine import hub_failed, hub_reachable
 
-    local = name == "tiny"
+    local = name in HERE
     offline = local or not hub_reachable()
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # a new head is what we ask for, not a thing to warn of
     try:
-        return AutoModelForSequenceClassification.from_pretrained(
-            TINY if local else _facts()[name]["hub"],
+        return _auto(causal).from_pretrained(
+            hub(name),
             num_labels=settings.num_labels,
             attn_implementation=attention,
             local_files_only=offline,

@@ -192,17 +192,23 @@ def _prepared(network, precision, checkpointing, freeze_layers, lora, prepare):
         for parameter in parameters[: 1 + next(i for i, p in enumerate(parameters) if p is last)]:
             parameter.requires_grad_(False)
     if lora:
-        packages.hide_old_torchao()
+        targets = lora_targets(network.config.model_type)
         from peft import LoraConfig, get_peft_model
-        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
-        targets = KNOWN.get(network.config.model_type, ["Wqkv", "q_lin", "v_lin"])  # ModernBERT's, DistilBERT's
         network = get_peft_model(network, LoraConfig(task_type="SEQ_CLS", r=lora, target_modules=targets))
     if checkpointing:
         names.checkpoint_layers(network, checkpointing)
     if prepare is not None:
         prepare(network)
     return network
+
+
+def lora_targets(model_type: str) -> list[str]:
+    """The linear layers that peft adapts by default, of an architecture by its name in transformers."""
+    packages.hide_old_torchao()
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
+
+    return KNOWN.get(model_type, ["Wqkv", "q_lin", "v_lin"])  # ModernBERT's, DistilBERT's
 
 
 def _optimizer(optimizer, network, device):

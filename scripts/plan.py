@@ -1,0 +1,162 @@
+"""Which recipe trains this model on this card? python scripts/plan.py --model deberta-v3-large --card T4 --length 1024
+
+--script train.py writes the first recipe that fits, or the one that --recipe names, as one self-contained script.
+"""
+
+import argparse
+import ast
+import json
+import multiprocessing
+import sys
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from tutorial_utils import bounds, machine, models, planner, predict  # noqa: E402
+from tutorial_utils.figures import Table, size  # noqa: E402
+
+TEMPLATE = ROOT / "scripts" / "train.template"
+RATES = {True: 2e-5, False: 2e-4}  # of all parameters, and of adapters
+
+
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--model", required=True, help=f"one of {', '.join(models.names())}")
+    options.add_argument("--card", required=True, help='a GPU of facts/gpus.toml, a word of one, or "6 GiB"')
+    options.add_argument("--length", required=True, type=int, help="tokens of the longest text")
+    options.add_argument("--effective-batch", type=int, default=32, help="texts of one optimizer step")
+    options.add_argument("--all-parameters", action="store_true", help="all are trained: no adapters")
+    options.add_argument("--exact", action="store_true", help="the plain loop's step: fp32, AdamW")
+    options.add_argument("--no-new-dependency", action="store_true", help="neither bitsandbytes nor peft")
+    options.add_argument("--recipe", help="the recipe of --script, by its name in the table; else the first that fits")
+    options.add_argument("--script", type=Path, metavar="train.py", help="write the recipe as a script")
+    options.add_argument("--json", action="store_true")
+    return options
+
+
+def copied(lesson: str, only: str | None = None) -> tuple[list[str], str]:
+    """(the imports of a lesson's copied cell, the rest of it, or one of its functions)"""
+    (path,) = (ROOT / "notebooks").glob(f"{lesson}_*.ipynb")
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    source = next("".join(cell["source"]) for cell in cells if "copy" in cell["metadata"].get("tags", []))
+    statements, lines = ast.parse(source).body, source.splitlines()
+    imports = [statement for statement in statements if isinstance(statement, (ast.Import, ast.ImportFrom))]
+    rest = [node for node in statements if node not in imports and only in (None, getattr(node, "name", None))]
+    starts = [min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))]) for node in rest]
+    texts = ["\n".join(lines[start - 1 : node.end_lineno]) for start, node in zip(starts, rest)]
+    return [ast.unparse(statement) for statement in imports], "\n\n\n".join(texts)
+
+
+def script(option: planner.Option, *, model: str, card: str, length: int, effective_batch: int) -> str:
+    """The recipe with its micro-batch as a training script, made of the lessons' copied cells."""
+    recipe, choices = option.recipe, option.recipe.choices
+    optimizer = choices.get("optimizer", "adamw")
+    has = {"fp32" if choices.get("precision", "fp32") == "fp32" else "half", optimizer}
+    has |= {name for name in ("lora", "checkpointing") if choices.get(name)}
+    wanted = {"01": True, "03": "half" in has, "04": optimizer == "adamw8bit", "05": "checkpointing" in has, "08": True,
+              "11": True, "15": "lora" in has}  # fmt: skip
+    imports, cells, kept = set(), [], []
+    for line in TEMPLATE.read_text(encoding="utf-8").splitlines():
+        text, _, condition = line.partition("  #? ")
+        if line.startswith("#= "):
+            lesson, *only = line.removeprefix("#= ").split()
+            if wanted[lesson]:
+                more, cell = copied(lesson, *only)
+                imports |= set(more)
+                cells.append(f"# Lesson {lesson}\n{cell}")
+        elif not condition or condition in has:
+            kept.append(text)
+    fields = {
+        "model": model, "card": machine.gpu(card).name, "recipe": recipe.name, "length": length,
+        "hub": models.hub(model), "card_bytes": size(option.prediction.card_bytes), "lr": RATES[recipe.whole],
+        "micro_batch": option.micro_batch, "steps": effective_batch // option.micro_batch,
+        "targets": predict.lora_targets(models.config(model).model_type) if "lora" in has else "",
+    }  # fmt: skip
+    return _assembled("\n".join(kept), sorted(imports), cells, fields)
+
+
+def _assembled(template: str, imports: list[str], cells: list[str], fields: dict) -> str:
+    for name, value in fields.items():
+        template = template.replace("{" + name + "}", str(value))
+    head, body = template.split("\n\n\n", 1)
+    docstring, own = head.split('"""\n\n', 1)
+    lines = set(own.splitlines()) | set(imports)
+    return f'{docstring}"""\n\n{_sorted(lines)}\n\n\n' + "\n\n\n".join([*cells, body]) + "\n"
+
+
+def _sorted(imports: set[str]) -> str:
+    """The standard library, then installed packages; what comes from one module in one statement."""
+    plain, named = set(), {}
+    for statement in ast.parse("\n".join(imports)).body:
+        if isinstance(statement, ast.Import):
+            plain.add(ast.unparse(statement))
+        else:
+            named.setdefault(statement.module, set()).update(alias.name for alias in statement.names)
+    groups = ([], [])
+    for line in sorted(plain):
+        groups[line.split()[1].partition(".")[0] not in sys.stdlib_module_names].append(line)
+    for module, found in sorted(named.items()):
+        line = f"from {module} import {', '.join(sorted(found))}"
+        if len(line) > 100:
+            line = f"from {module} import (\n    " + ",\n    ".join(sorted(found)) + ",\n)"
+        groups[module.partition(".")[0] not in sys.stdlib_module_names].append(line)
+    return "\n\n".join("\n".join(group) for group in groups if group)
+
+
+def row(option: planner.Option) -> dict:
+    """Of the table and of --json: bytes."""
+    report = option.prediction
+    return {
+        "recipe": option.recipe.name,
+        "fits": not option.why,
+        "why": option.why,
+        "micro_batch": option.micro_batch,
+        "operations": round(option.recipe.operations, 2),
+        "lessons": list(option.recipe.lessons),
+        "card_bytes": report and report.card_bytes,
+        "parts": report and report.parts,
+    }
+
+
+def table(options: list[planner.Option]) -> Table:
+    rows = []
+    for option in options:
+        report = option.prediction
+        rows.append({
+            "recipe": option.recipe.name, "texts at a time": option.micro_batch or "–",
+            "card": size(report.card_bytes) if report else "–", "operations": f"× {option.recipe.operations:.2f}",
+            "lessons": " ".join(option.recipe.lessons), "why not": option.why,
+        })  # fmt: skip
+    return Table(rows)
+
+
+def main(arguments: list[str] | None = None):
+    given = parser().parse_args(arguments)
+    asked = dict(model=given.model, card=given.card, length=given.length, effective_batch=given.effective_batch)
+    limits = dict(whole=given.all_parameters, exact=given.exact, no_new_dependency=given.no_new_dependency)
+    warnings.simplefilter("ignore")  # of checkpointing's older name
+    try:
+        with ProcessPoolExecutor(mp_context=multiprocessing.get_context("fork")) as pool:
+            options = planner.plan(**asked, **limits, each=pool.map)
+        fitting = [option for option in options if not option.why]
+        chosen = [option for option in fitting if given.recipe in (None, option.recipe.name)]
+        if given.script and not chosen:
+            raise ValueError(f"recipe was {given.recipe!r}; accepted: {'; '.join(o.recipe.name for o in fitting)}")
+        if given.script:
+            bounds.write_text(given.script, script(chosen[0], **asked))
+    except (ValueError, ImportError, OSError) as error:
+        sys.exit(f"plan.py: {error}")
+    if given.json:
+        print(json.dumps([row(option) for option in options], indent=2))
+        return
+    print(table(options))
+    if not fitting:
+        print(planner.instead(options, **asked))
+    if given.script:
+        print(f"wrote {given.script}: {chosen[0].recipe.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Which recipe fits? `plan`: those that do, the least work first, and why the others do not.
+
+A recipe is a set of techniques that go together. Its memory is predicted, for the largest micro-batch that fits.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from . import machine, predict
+from .check import accept
+from .figures import size
+
+
+def _trained(model) -> list:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _adamw(model):
+    return torch.optim.AdamW(_trained(model), fused=True)
+
+
+def _adafactor(model):
+    from transformers.optimization import Adafactor
+
+    return Adafactor(_trained(model), lr=1e-3, relative_step=False, scale_parameter=False)
+
+
+def _adamw8bit(model):
+    import bitsandbytes
+
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
+    return bitsandbytes.optim.AdamW8bit(_trained(model))
+
+
+# As lessons 04 and 11 make them.
+OPTIMIZERS = {"adamw": _adamw, "adafactor": _adafactor, "adamw8bit": _adamw8bit}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """name; choices: what `predict.step_memory` takes, and the optimizer by its name in OPTIMIZERS.
+
+    lessons: of its techniques; needs: packages beside the course's.
+
+    exact: whether it takes the plain loop's step, but for rounding in fp32. whole: whether it trains all parameters.
+    """
+
+    name: str
+    choices: dict
+    lessons: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    exact: bool = False
+    whole: bool = True
+
+    @property
+    def operations(self) -> float:
+        """To the plain step's, where a forward pass is one of three parts and gradients are two.
+
+        Frozen weights need no gradients of their own; a checkpoint computes the forward pass again. Source: lessons 05
+        and 15, which count them.
+        """
+        return (3 - (not self.whole) + bool(self.choices.get("checkpointing"))) / 3
+
+
+def recipes(half: str) -> list[Recipe]:
+    """All of them, the fewest operations first, of these the fewest techniques. half: "fp16" or "bf16"."""
+    autocast, again = dict(precision=half), dict(checkpointing=1)
+    eight_bit, adafactor, lora = dict(optimizer="adamw8bit"), dict(optimizer="adafactor"), dict(lora=8)
+    bnb, peft = ("bitsandbytes",), ("peft",)
+    every = [
+        Recipe("fp32, AdamW", {}, exact=True),
+        Recipe(f"{half}, AdamW", autocast, ("03",)),
+        Recipe(f"{half}, 8-bit AdamW", autocast | eight_bit, ("03", "04"), bnb),
+        Recipe(f"{half}, Adafactor", autocast | adafactor, ("03", "11")),
+        Recipe("fp32, checkpointing, AdamW", again, ("05",), exact=True),
+        Recipe(f"{half}, checkpointing, AdamW", autocast | again, ("03", "05")),
+        Recipe(f"{half}, checkpointing, 8-bit AdamW", autocast | again | eight_bit, ("03", "04", "05"), bnb),
+        Recipe(f"{half}, checkpointing, Adafactor", autocast | again | adafactor, ("03", "05", "11")),
+        Recipe(f"LoRA, {half}", autocast | lora, ("03", "15"), peft, whole=False),
+        Recipe(f"LoRA, {half}, checkpointing", autocast | lora | again, ("03", "05", "15"), peft, whole=False),
+    ]
+    return sorted(every, key=lambda recipe: (recipe.operations, len(recipe.choices)))
+
+
+@dataclass(frozen=True)
+class Option:
+    """A recipe on a card. micro_batch: the largest that fits, 0 where not even one text does.
+
+    prediction: of a step with that micro-batch, or with one text; None where `why` says that it was not asked for.
+    why: why it does not fit or does not come into question; empty where it fits.
+    """
+
+    recipe: Recipe
+    micro_batch: int = 0
+    prediction: predict.Prediction | None = None
+    why: str = ""
+
+
+def plan(
+    model: str,
+    card: str,
+    length: int,
+    effective_batch: int,
+    *,
+    whole: bool = False,
+    exact: bool = False,
+    no_new_dependency: bool = False,
+    each: Callable[[Callable, list], Iterable] = map,
+) -> list[Option]:
+    """Every recipe on that card, those that fit first, and of these the least work first.
+
+    model: a name of facts/models.toml. card: a GPU of facts/gpus.toml, or a size such as "6 GiB".
+    length: tokens of the longest text; effective_batch: texts of one optimizer step.
+    whole: all parameters are trained. exact: the plain loop's step, but for rounding in fp32. no_new_dependency: no
+    package that the course does without. each: a `map`, for example of several processes.
+    """
+    accept(
+        type(effective_batch) is int and 1 <= effective_batch <= 4096, "effective_batch", effective_batch, "1 to 4096"
+    )
+    gpu, step = machine.gpu(card), dict(model=model, length=length, card=card, padded=True)
+    half = "bf16" if gpu.capability and gpu.capability >= (8, 0) else "fp16"
+    wanted, options = [], []
+    for recipe in recipes(half):
+        reasons = {"trains adapters, not all parameters": whole and not recipe.whole,
+                   "takes another step than the plain loop": exact and not recipe.exact,
+                   f"needs {' and '.join(recipe.needs)}": no_new_dependency and recipe.needs}  # fmt: skip
+        against = [reason for reason, holds in reasons.items() if holds]
+        options.append(Option(recipe, why="; ".join(against)))
+        if not against:
+            wanted.append(recipe)
+    found = {option.recipe.name: option for option in each(_Largest(step, effective_batch, gpu), wanted)}
+    options = [found.get(option.recipe.name, option) for option in options]
+    return sorted(options, key=lambda option: bool(option.why))
+
+
+@dataclass(frozen=True)
+class _Largest:
+    """A function of a recipe that other processes can be given."""
+
+    step: dict
+    effective_batch: int
+    gpu: machine.Gpu
+
+    def __call__(self, recipe: Recipe) -> Option:
+        sizes = [n for n in range(self.effective_batch, 0, -1) if self.effective_batch % n == 0]
+        one = self._with(recipe, 1)
+        if not one.fits:
+            return Option(recipe, 0, one, _why(one, self.gpu))
+        if len(sizes) == 1:
+            return Option(recipe, 1, one)
+        # Beyond a few texts the memory grows by the same for each.
+        few = next(n for n in (4, 3, 2, sizes[-2]) if n in sizes)
+        several = self._with(recipe, few)
+        slope = max(1, (several.card_bytes - one.card_bytes) // (few - 1))
+        room = 1 + (self.gpu.usable - one.card_bytes) // slope
+        for micro_batch in (n for n in sizes if n <= room * 1.05):
+            report = {1: one, few: several}.get(micro_batch) or self._with(recipe, micro_batch)
+            if report.fits:
+                return Option(recipe, micro_batch, report)
+        return Option(recipe, 1, one)
+
+    def _with(self, recipe, micro_batch):
+        accumulate = 1 if micro_batch == self.effective_batch else 2  # from two on the memory is the same
+        return _predicted(recipe, batch=micro_batch, accumulate=accumulate, **self.step)
+
+
+def _predicted(recipe: Recipe, **step):
+    optimizer = OPTIMIZERS[recipe.choices.get("optimizer", "adamw")]
+    return predict.step_memory(**step, **recipe.choices | {"optimizer": optimizer})
+
+
+def _why(one: predict.Prediction, gpu: machine.Gpu) -> str:
+    held = sorted(one.parts.items(), key=lambda part: -part[1])[:2]
+    parts = " and ".join(f"{name} {size(count)}" for name, count in held)
+    return f"one text needs {size(one.card_bytes)} of {size(gpu.usable)}, above all for {parts}"
+
+
+def instead(options: list[Option], model: str, length: int, effective_batch: int, **_) -> str:
+    """Where no recipe fits: the card of facts/gpus.toml with the least memory that would do, in a sentence."""
+    known = sorted((option for option in options if option.prediction), key=lambda option: option.recipe.operations)
+    if not known:
+        return "No recipe keeps what was asked for: ask for less."
+    step = dict(model=model, batch=1, length=length, padded=True, accumulate=1 if effective_batch == 1 else 2)
+    for gpu in sorted(machine.gpus().values(), key=lambda gpu: gpu.usable):
+        for option in known:
+            near = gpu.usable >= 0.9 * option.prediction.card_bytes  # a card with other kernels may need less
+            if near and _predicted(option.recipe, card=gpu.name, **step).fits:
+                return f"The smallest card that would do: {gpu.name}, with {option.recipe.name}."
+    return f"No card of facts/gpus.toml would do: {known[-1].recipe.name}, {known[-1].why}."
