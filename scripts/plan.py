@@ -54,7 +54,8 @@ def script(option: planner.Option, *, model: str, card: str, length: int, effect
     recipe, choices = option.recipe, option.recipe.choices
     optimizer = choices.get("optimizer", "adamw")
     has = {"fp32" if choices.get("precision", "fp32") == "fp32" else "half", optimizer}
-    has |= {name for name in ("lora", "checkpointing") if choices.get(name)}
+    has |= {"checkpointing"} if choices.get("checkpointing") else set()
+    has |= set() if recipe.whole else {"lora"}
     wanted = {"01": True, "03": "half" in has, "04": optimizer == "adamw8bit", "05": "checkpointing" in has, "08": True,
               "11": True, "15": "lora" in has}  # fmt: skip
     imports, cells, kept = set(), [], []
@@ -147,7 +148,7 @@ def main(arguments: list[str] | None = None):
         if given.script:
             bounds.write_text(given.script, script(chosen[0], **asked))
     except (ValueError, ImportError, OSError) as error:
-        sys.exit(f"plan.py: {error}")
+        parser().error(str(error))
     if given.json:
         print(json.dumps([row(option) for option in options], indent=2))
         return

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tutorial_utils import data, models  # noqa: E402
 
 RECIPE = dict(batch=32, length=128, learning_rate=1e-3, warmup=0.06, masked=0.15, weight_decay=0.01, seed=0)
-DECODER = dict(batch=32, length=128, learning_rate=2e-3, warmup=0.06, weight_decay=0.01, seed=0)
+DECODER = dict(batch=16, length=128, learning_rate=2e-3, warmup=0.06, weight_decay=0.01, seed=0)
 GAIN_LENGTH = 64
 
 

@@ -13,6 +13,7 @@ import compare_predictors
 import course
 import decide
 import numpy
+import plan
 import predict as predict_command
 import pretrain_tiny
 import pytest
@@ -256,7 +257,7 @@ def test_arithmetic_of_figures(first, second, settled):
 COMMANDS = {
     "course": course.main, "platforms": platforms.main, "predict": predict_command.main, "stamp": stamp.main,
     "decide": decide.main, "compare_predictors": compare_predictors.main, "pretrain_tiny": pretrain_tiny.main,
-    "record_predictions": record_predictions.main,
+    "record_predictions": record_predictions.main, "plan": plan.main,
 }  # fmt: skip
 WORDS = st.lists(st.text(max_size=6).filter(lambda word: "check" not in word)
                  | st.sampled_from(["run", "lesson", "record", "--only", "77", "--batch", "-1", "--model", "--card"]),

@@ -150,6 +150,6 @@ def test_the_command_writes_a_script(tmp_path, capsys):
     ],
 )
 def test_errors_name_what_was_given(arguments, said, capsys):
-    with pytest.raises(SystemExit) as error:
+    with pytest.raises(SystemExit):
         plan.main(arguments)
-    assert said in str(error.value)
+    assert f"error: {said}" in capsys.readouterr().err

@@ -5,10 +5,11 @@ A recipe is a set of techniques that go together. Its memory is predicted, for t
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from . import machine, predict
+from . import machine, models, predict
 from .check import accept
 from .figures import size
 
@@ -35,6 +36,19 @@ def _adamw8bit(model):
         if isinstance(module, torch.nn.Embedding):
             manager.register_module_override(module, "weight", {"optim_bits": 32})
     return bitsandbytes.optim.AdamW8bit(_trained(model))
+
+
+def _adapted(name: str):
+    """As lesson 15 does it: adapters of rank 8 in peft's usual layers, and a whole head."""
+    settings = models.config(name)
+    targets = predict.lora_targets(settings.model_type)
+    from peft import LoraConfig, get_peft_model
+
+    network = models.untrained(settings)
+    old = {network, network.get_output_embeddings(), *network.base_model.modules()}
+    parts = [(part, at) for at, part in network.named_modules() if list(part.parameters())]
+    head = [at for part, at in parts if part not in old and "." not in at or at.endswith("pooler")]
+    return get_peft_model(network, LoraConfig(r=8, target_modules=targets, modules_to_save=head))
 
 
 # As lessons 04 and 11 make them.
@@ -70,7 +84,7 @@ class Recipe:
 def recipes(half: str) -> list[Recipe]:
     """All of them, the fewest operations first, of these the fewest techniques. half: "fp16" or "bf16"."""
     autocast, again = dict(precision=half), dict(checkpointing=1)
-    eight_bit, adafactor, lora = dict(optimizer="adamw8bit"), dict(optimizer="adafactor"), dict(lora=8)
+    eight_bit, adafactor = dict(optimizer="adamw8bit"), dict(optimizer="adafactor")
     bnb, peft = ("bitsandbytes",), ("peft",)
     every = [
         Recipe("fp32, AdamW", {}, exact=True),
@@ -81,8 +95,8 @@ def recipes(half: str) -> list[Recipe]:
         Recipe(f"{half}, checkpointing, AdamW", autocast | again, ("03", "05")),
         Recipe(f"{half}, checkpointing, 8-bit AdamW", autocast | again | eight_bit, ("03", "04", "05"), bnb),
         Recipe(f"{half}, checkpointing, Adafactor", autocast | again | adafactor, ("03", "05", "11")),
-        Recipe(f"LoRA, {half}", autocast | lora, ("03", "15"), peft, whole=False),
-        Recipe(f"LoRA, {half}, checkpointing", autocast | lora | again, ("03", "05", "15"), peft, whole=False),
+        Recipe(f"LoRA, {half}", autocast, ("03", "15"), peft, whole=False),
+        Recipe(f"LoRA, {half}, checkpointing", autocast | again, ("03", "05", "15"), peft, whole=False),
     ]
     return sorted(every, key=lambda recipe: (recipe.operations, len(recipe.choices)))
 
@@ -122,6 +136,8 @@ def plan(
     accept(
         type(effective_batch) is int and 1 <= effective_batch <= 4096, "effective_batch", effective_batch, "1 to 4096"
     )
+    longest = models.positions(models.config(model))
+    accept(longest is None or length <= longest, "length", length, f"up to {longest}, the positions this model has")
     gpu, step = machine.gpu(card), dict(model=model, length=length, card=card, padded=True)
     half = "bf16" if gpu.capability and gpu.capability >= (8, 0) else "fp16"
     wanted, options = [], []
@@ -169,9 +185,9 @@ class _Largest:
         return _predicted(recipe, batch=micro_batch, accumulate=accumulate, **self.step)
 
 
-def _predicted(recipe: Recipe, **step):
-    optimizer = OPTIMIZERS[recipe.choices.get("optimizer", "adamw")]
-    return predict.step_memory(**step, **recipe.choices | {"optimizer": optimizer})
+def _predicted(recipe: Recipe, model: str, **step):
+    choices = recipe.choices | {"optimizer": OPTIMIZERS[recipe.choices.get("optimizer", "adamw")]}
+    return predict.step_memory(model if recipe.whole else partial(_adapted, model), **step, **choices)
 
 
 def _why(one: predict.Prediction, gpu: machine.Gpu) -> str:
