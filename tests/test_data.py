@@ -182,3 +182,13 @@ def test_without_datasets_the_corpus_is_a_list(corpus):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == f"list {len(corpus.train)} {len(corpus.test)}"
+
+
+def test_completions_are_signatures_and_what_they_do():
+    train, test = data.completions()
+    assert len(train) > 5000 and len(test) > 1000
+    for row in (*train.select(range(200)), *test.select(range(50))):
+        assert row["prompt"].startswith("def ") and row["prompt"].endswith("):"), row
+        assert row["completion"][0].isupper() and 4 <= len(row["completion"].split()) <= 40, row
+    every = [*train["completion"], *test["completion"]]
+    assert len(set(every)) == len(every), "a sentence stands twice, perhaps in both splits"

@@ -26,6 +26,7 @@ PARAMETERS = {  # of the published checkpoints' encoders, in millions
     "t5-base": 222.9,
     "gpt2": 124.4,
     "llama-2-7b": 6607.3,
+    "tiny-decoder": 1.836,
 }
 
 
@@ -51,7 +52,7 @@ def test_random_weights_are_those_of_the_seed():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(name="bert-huge"), "model was 'bert-huge'; accepted: tiny, bert-base-uncased"),
+        (dict(name="bert-huge"), "model was 'bert-huge'; accepted: tiny, tiny-decoder"),
         (dict(name="tiny", weights="trained"), "weights was 'trained'; accepted"),
         (dict(name="tiny", weights="pretrained", hidden_size=64), "pretrained weights have a fixed shape"),
         (dict(name="tiny", attention="flex"), "attention was 'flex'; accepted"),
@@ -92,3 +93,28 @@ def test_tiny_pretrained_beats_random_by_the_stated_margin():
     )
     assert pretrained >= random + models.GAIN_POINTS / 100, f"pretrained {pretrained:.1%}, random {random:.1%}"
     assert pretrained >= corpus.majority + 0.2, f"pretrained {pretrained:.1%}, majority {corpus.majority:.1%}"
+
+
+def test_the_tiny_decoder_tells_completions_better_than_random_weights():
+    """In a minute, on a task that it was not made for: what a function does, from its signature."""
+    from pretrain_tiny import fine_tuned_loss
+
+    splits = data.completions()
+    splits = splits[0], splits[1].select(range(400))
+    losses = {name: fine_tuned_loss(name, splits, data.tokenizer(), models.GAIN_STEPS)
+              for name in ("pretrained", "random")}  # fmt: skip
+    assert losses["pretrained"]["after"] < losses["pretrained"]["before"] - 0.5, losses
+    assert losses["pretrained"]["after"] < losses["random"]["after"] - 1, losses
+    recipe = json.loads((models.TINY_DECODER / "recipe.json").read_text())
+    recorded = recipe["completion_loss_after_fine_tuning"]["pretrained"]["after"]
+    assert abs(losses["pretrained"]["after"] - recorded) < 0.1
+    assert sum(path.stat().st_size for path in models.TINY_DECODER.iterdir()) < 10 * 2**20
+
+
+def test_a_causal_model_of_any_decoder():
+    for name in ("gpt2", "llama-2-7b"):
+        with torch.device("meta"):
+            model = models.untrained(models.config(name), causal=True)
+        assert model.get_output_embeddings().weight.shape[0] == models.config(name).vocab_size
+    with pytest.raises(ValueError, match="for which transformers has a causal language model"):
+        models.untrained(models.config("deberta-v3-base"), causal=True)

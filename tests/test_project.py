@@ -64,7 +64,7 @@ def test_importing_adds_little_to_torch_and_transformers(quiet):
 
 def test_dependencies_point_one_way():
     order = ["check", "times", "packages", "machine", "kernels", "measure", "data", "models", "shapes", "names",
-             "predict", "figures", "bounds", "explorer"]  # fmt: skip
+             "predict", "figures", "bounds", "explorer", "planner"]  # fmt: skip
     within = ["fake", "rules", "patches", "allocator", "__init__"]
     assert {path.stem for path in PACKAGE if path.parent.name != "predict"} == {*order, "__init__"} - {"predict"}
     for path in PACKAGE:
