@@ -116,6 +116,22 @@ def lessons_table(names: list[str]) -> str:
     return "\n".join(lines)
 
 
+def cheat_sheet(names: list[str]) -> str:
+    """The copied cell of each lesson, what it is for, and what it saves."""
+    parts = []
+    for name in names:
+        course, memory = bounds.facts(name), memory_of(recorded(name))
+        cells = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+        copied = next("".join(cell["source"]) for cell in cells if "copy" in cell["metadata"].get("tags", []))
+        saves = "" if memory == "–" else f" Memory {memory}{', of ' + course['model'] if 'model' in course else ''}."
+        parts.append(
+            f"## [{name[:2]} {course['title']}]({name}.ipynb)\n\n{course['promise']}{saves}\n\n"
+            f"- What it changes: {course['changes']}.\n- Where it does not help: {course['no_help']}.\n\n"
+            f"```python\n{copied}\n```"
+        )
+    return "\n\n".join(parts)
+
+
 def memory_of(runs: list[tuple[dict, dict]]) -> str:
     """Counted on a virtual T4; else predicted for BERT-large."""
     for there, run in runs:
@@ -326,6 +342,8 @@ def stamped(address: str) -> dict[Path, str]:
     texts[page] = page.read_text(encoding="utf-8")
     for name, content in (("savings", savings_table(found)), ("tokens", tokens_table(found)), ("script", script)):
         texts[page] = between(texts[page], name, content)
+    sheet = ROOT / "notebooks" / "cheat_sheet.md"
+    texts[sheet] = between(sheet.read_text(encoding="utf-8"), "cells", cheat_sheet(bounds.lessons()))
     beside = ROOT / "virtual_gpu" / "README.md"
     texts[beside] = between(beside.read_text(encoding="utf-8"), "guide", published_table(recordings))
     for name, table in (("sdpa", sdpa_table), ("mrpc", mrpc_table)):
