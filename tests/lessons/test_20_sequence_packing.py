@@ -10,7 +10,7 @@ from stranger import regressor
 from strangers import same_weights
 
 from notebooks import copied, lesson, proof_fails, run, source
-from tutorial_utils import data, measure, models
+from tutorial_utils import bounds, data, measure, models
 
 LESSON = lesson("20")
 COPIED = copied(LESSON)
@@ -272,7 +272,8 @@ def test_a_strangers_decoder_flattened(stranger_files, capsys):
     edits = {
         own: "collate_fn=flat",
         "from_pretrained(model_path).to(device)": "from_pretrained(model_path, use_cache=False).to(device)",
-        "device = torch.device(": "flat = lambda rows: {n: t for n, t in Flattening()(rows).items() if torch.is_tensor(t)}\n"
+        "device = torch.device(": "def flat(rows):\n"
+        "    return {name: value for name, value in Flattening()(rows).items() if torch.is_tensor(value)}\n\n"
         "device = torch.device(",
         "from torch.utils.data import DataLoader\n": "from torch.utils.data import DataLoader\n"
         "from transformers import DataCollatorWithFlattening as Flattening\n",
@@ -289,7 +290,22 @@ def test_a_strangers_decoder_flattened(stranger_files, capsys):
     assert not same_weights(before, leaky, plain.AutoModelForCausalLM.from_pretrained(stranger_files / "llama"))
 
 
-def test_claims_can_be_wrong():
+@pytest.mark.parametrize(("share", "ratio", "holds"), [(0.7, 1.0, True), (0.3, 1.01, False)])
+def test_claims_are_judged(share, ratio, holds):
+    rows = bounds.claims(LESSON.name, {"padding_share_512": share, "loss_ratio": ratio}, {})
+    judged = [row["verdict"] for row in rows if not row["verdict"].startswith("open")]
+    assert [verdict == "holds (measured)" for verdict in judged] == [holds] * 2
+
+
+def test_states_of_the_layers_are_not_handed_out_in_packs():
+    ids, mask = reviews()
+    model = regressor().base_model
+    assert model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+    packed(model)
+    assert model(ids, attention_mask=mask, output_hidden_states=True).hidden_states is None
+
+
+def test_a_loss_that_counts_too_much_is_seen():
     """A flattened loss that counts each text's first token too is another."""
     from transformers import DataCollatorWithFlattening
 
