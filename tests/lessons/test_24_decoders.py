@@ -16,17 +16,10 @@ chunked_loss = COPIED["chunked_loss"]
     [
         ("hidden.split(chunk), labels.split(chunk)", "hidden.split(10**6), labels.split(10**6)"),
         ("total = total + checkpoint(", "total = checkpoint("),
-        ('batch["labels"][:, 1:], (0, 1), value=-100', 'batch["labels"][:, :-1], (1, 0), value=-100'),
-        ("some, right, use_reentrant=False", "(some + some.detach()) / 2, right, use_reentrant=False"),
-        ("return total / ((labels != -100).sum() if num_tokens", "return total / (len(labels) if num_tokens"),
+        ("head, some, right, use_reentrant", "head, some, right.roll(1), use_reentrant"),
+        ("head, some, right, use_reentrant", "head, (some + some.detach()) / 2, right, use_reentrant"),
     ],
-    ids=[
-        "whole logits",
-        "the last chunk only",
-        "labels moved the other way",
-        "half the gradient below the head",
-        "padding counted",
-    ],
+    ids=["whole logits", "the last chunk only", "labels out of step", "half the gradient below the head"],
 )
 def test_proof_can_fail(old, new):
     proof_fails(LESSON, old, new)
