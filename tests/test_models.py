@@ -26,6 +26,12 @@ PARAMETERS = {  # of the published checkpoints' encoders, in millions
     "t5-base": 222.9,
     "gpt2": 124.4,
     "llama-2-7b": 6607.3,
+    "llama-3.2-1b": 1235.8,
+    "llama-3.2-3b": 3212.7,
+    "llama-3.1-8b": 7504.9,  # and 525.3 of its head
+    "qwen3-0.6b": 596.0,
+    "qwen3-1.7b": 1720.6,
+    "gemma-3-1b": 999.9,
     "tiny-decoder": 1.836,
 }
 

@@ -3,6 +3,8 @@
 import pytest
 from test_card import on, pytestmark  # noqa: F401
 
+from notebooks import lesson
+
 CARDS = ("T4", "3090", "A100", "H100")
 
 
@@ -205,3 +207,52 @@ def test_what_one_step_keeps_and_the_next_frees_is_in_its_peak():
     """
     # The output is 16 MiB. In the third step that of the second lives until it is replaced; in the last one it stays.
     assert on("T4", code).split("\n")[0] == "[60, 60, 76, 60]"
+
+
+DECODER = """
+from functools import partial
+from peft import LoraConfig, get_peft_model
+from tutorial_utils import models, names, predict
+
+def made(name):
+    network = models.untrained(models.config(name), causal=True).to(torch.float16)
+    names.checkpoint_layers(network)
+    return get_peft_model(network, LoraConfig(task_type="CAUSAL_LM", r=16, target_modules="all-linear"))
+
+def whole(model, batch):
+    return model(**batch).loss
+
+def step(loss_of, model, optimizer, inputs):
+    with torch.autocast("cuda", torch.float16):
+        loss = loss_of(model, inputs)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+def counted(name, loss_of, inputs):
+    model, inputs = made(name).cuda().train(), {key: tensor.cuda() for key, tensor in inputs.items()}
+    optimizer = torch.optim.AdamW([part for part in model.parameters() if part.requires_grad], lr=1e-3)
+    step(loss_of, model, optimizer, inputs)
+    torch.cuda.reset_peak_memory_stats()
+    step(loss_of, model, optimizer, inputs)
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - 2 * predict.allocator.WORKSPACE
+
+for name, padded in (("llama-3.2-1b", True), ("llama-3.2-1b", False), ("gemma-3-1b", True), ("llama-3.2-3b", True)):
+    inputs = {key: torch.ones(4, 512, dtype=torch.long).tril() for key in ("input_ids", "attention_mask", "labels")}
+    if not padded:
+        del inputs["attention_mask"]
+    for loss_of in (whole, chunked_loss):
+        given = dict(inputs=inputs, step=partial(step, loss_of), card=CARD)
+        print((name, padded, loss_of.__name__), predict.step_memory(partial(made, name), **given).peak,
+              counted(name, loss_of, inputs), sep=";")
+"""
+
+
+@pytest.mark.parametrize("card", ["T4", "A100"])
+def test_decoders_with_large_vocabularies(card):
+    """Adapters in a base of halves, the loss as usual and in chunks: within 0.1 %."""
+    shown = on(card, lesson("24").source("copy") + f"\nCARD = {card!r}\n" + DECODER)
+    rows = [line.split(";") for line in shown.splitlines() if ";" in line]
+    assert len(rows) == 8
+    for case, predicted, counted in rows:
+        assert abs(int(predicted) / int(counted) - 1) < 0.001, (case, predicted, counted)

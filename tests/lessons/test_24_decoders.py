@@ -1,0 +1,150 @@
+import pytest
+import strangers
+import torch
+from stranger import Ratings
+
+from notebooks import copied, lesson, proof_fails
+from tutorial_utils import bounds, measure, models
+
+LESSON = lesson("24")
+COPIED = copied(LESSON)
+chunked_loss = COPIED["chunked_loss"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("hidden.split(chunk), labels.split(chunk)", "hidden.split(10**6), labels.split(10**6)"),
+        ("total = total + checkpoint(", "total = checkpoint("),
+        ("head, some, right, use_reentrant", "head, some, right.roll(1), use_reentrant"),
+        ("head, some, right, use_reentrant", "head, (some + some.detach()) / 2, right, use_reentrant"),
+    ],
+    ids=["whole logits", "the last chunk only", "labels out of step", "half the gradient below the head"],
+)
+def test_proof_can_fail(old, new):
+    proof_fails(LESSON, old, new)
+
+
+def stranger(**settings):
+    """A Llama of another size, its head tied to the embeddings or not."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    return AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=5000, **sizes, **settings)).train()
+
+
+def batch_of(count=24):
+    ids = Ratings(count).ids
+    return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(ids.shape[1]) < 9, -100)}
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("chunk", [1, 100, 256, 10_000])
+def test_copied(tie, chunk):
+    model, batch = stranger(tie_word_embeddings=tie), batch_of(4 if chunk == 1 else 24)
+    expected, found = model(**batch).loss, chunked_loss(model, batch, chunk=chunk)
+    assert torch.isclose(found, expected, rtol=1e-6)
+    for one, other in zip(gradients(model, found), gradients(model, expected), strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-7)
+
+
+def test_it_keeps_the_logits_of_one_chunk():
+    model, batch = stranger(), batch_of(64)
+    matrix = batch["labels"].numel() * 5000 * 4
+    whole, chunked = (
+        measure.memory(lambda loss_of=loss_of: loss_of(model, batch).backward(), model, None, batch).peak
+        for loss_of in (lambda model, batch: model(**batch).loss, chunked_loss)
+    )
+    assert whole - chunked > 2 * matrix, (whole, chunked, matrix)
+
+
+def test_by_tokens_the_parts_make_the_whole():
+    model, batch = stranger(), batch_of()
+    batch["labels"][:8, 20:] = -100
+    parts = [{name: tensor[rows] for name, tensor in batch.items()} for rows in (slice(0, 8), slice(8, 24))]
+    count = (batch["labels"][:, 1:] != -100).sum()
+    total = sum(chunked_loss(model, part, num_tokens=count) for part in parts)
+    assert torch.isclose(total, model(**batch).loss, rtol=1e-6)
+
+
+def test_under_autocast_and_a_scaler():
+    model, batch = stranger(), batch_of()
+    found = []
+    for loss_of in (lambda model, batch: model(**batch).loss, chunked_loss):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, batch)
+        found.append((loss.item(), gradients(model, torch.amp.GradScaler("cpu").scale(loss))))
+    (expected, whole), (reached, chunked) = found
+    assert reached == pytest.approx(expected, rel=1e-3)
+    apart = torch.stack([(a - b).norm() for a, b in zip(whole, chunked)]).norm()
+    assert apart < 0.02 * torch.stack([a.norm() for a in whole]).norm()
+
+
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}], ids=["head frozen", "head saved"])
+def test_under_adapters(options):
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", **options)
+    model, batch = peft.get_peft_model(stranger(), settings), batch_of()
+    expected, found = model(**batch).loss, chunked_loss(model, batch)
+    assert torch.isclose(found, expected, rtol=1e-6)
+    pairs = list(zip(gradients(model, found), gradients(model, expected), strict=True))
+    assert len(pairs) > 10 and all(torch.allclose(*pair, rtol=1e-4, atol=1e-7) for pair in pairs)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3-0.6b", "gemma-3-1b"])
+def test_other_families(name):
+    small = {"gpt2": dict(n_embd=32, n_layer=1, n_head=2)}
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=16)
+    torch.manual_seed(0)
+    settings = small.get(name, sizes | dict(num_key_value_heads=1))
+    settings |= dict(vocab_size=5000, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    model, batch = models.without_dropout(models.build(name, causal=True, **settings)), batch_of()
+    assert torch.isclose(chunked_loss(model, batch), model(**batch).loss, rtol=1e-6)
+
+
+def test_in_a_strangers_decoder(stranger_files, capsys):
+    """One line in training and one in validation: the same perplexity and the same weights."""
+    edits = {
+        "        loss = model(**batch).loss\n": "        loss = chunked_loss(model, batch)\n",
+        "total + model(**batch).loss.item() * tokens": "total + chunked_loss(model, batch).item() * tokens",
+    }
+    plain, changed = strangers.load("decoder"), strangers.load("decoder", LESSON.source("copy"), edits)
+    files = [stranger_files / name for name in ("llama", "bert", "train.jsonl", "valid.jsonl")]
+    before, expected = plain.main(*files), strangers.perplexities(capsys)
+    after, found = changed.main(*files), strangers.perplexities(capsys)
+    assert found == pytest.approx(expected, rel=1e-3) and len(found) == 1
+    start = plain.AutoModelForCausalLM.from_pretrained(files[0])
+    assert strangers.same_weights(before, after, start)
+
+    ids = torch.randint(5, 500, (16, 64), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.masked_fill(ids > 400, -100)}
+
+    def peak(script, model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        return measure.memory(lambda: script.train(model, [batch], optimizer, scheduler), model, optimizer).peak
+
+    assert peak(changed, after) < 0.7 * peak(plain, before)
+
+
+CLAIMS = bounds.facts("24_decoders")["claims"]
+
+
+@pytest.mark.parametrize("figure", ["gemma_2_forward_mib", "gemma_2_both_mib", "liger_baseline_mib"])
+def test_a_claim_that_is_wrong_does_not_hold(figure):
+    claim = next(claim for claim in CLAIMS.values() if claim["figure"] == figure)
+    others = {one["figure"]: one["claimed"] for one in CLAIMS.values()}
+
+    def verdict(factor):
+        rows = bounds.claims("24_decoders", {"memory_ratio": 0.4}, others | {figure: factor * claim["claimed"]})
+        return next(row["verdict"] for row in rows if row["claim"].startswith(f"{claim['claim']} ({claim['source']}"))
+
+    assert "holds" in verdict(1.0)
+    assert "holds" not in verdict(1.05) and "holds" not in verdict(0.95)
