@@ -7,7 +7,8 @@ has its own, and so has a GPU where lessons train the tiny model ("cuda-tiny", a
 or BERT-base ("cuda-base"); but times of "cpu-other" are not judged by those of "cpu". Figures of
 `bytes` are judged within 2 % of what was recorded, on GPUs and at real size on virtual ones
 (facts/bounds/real-size). A figure that has none for a class is not expected there, and one that
-`needs` packages only where they are installed. A figure in bytes is bounded more tightly, by
+`needs` packages only where they are installed; one that is `virtual` only where a virtual GPU
+computes these values. A figure in bytes is bounded more tightly, by
 `tolerance` around a recording of this very machine and these versions (facts/bounds/<machine>.json,
 written by `make record` alone), or without one around the prediction.
 """
@@ -175,8 +176,9 @@ def _expected(lesson: str, here) -> dict:
     expected = {}
     for name, bound in _bounds(lesson).items():
         limits = next((bound[kind] for kind in classes if kind in bound), None)
-        installed = all(map(importlib.util.find_spec, bound.get("needs", "").split()))
-        if installed and (limits is not None or name.endswith("_bytes")):
+        here_too = all(map(importlib.util.find_spec, bound.get("needs", "").split()))
+        here_too = here_too and bound.get("virtual", here.virtual) == here.virtual
+        if here_too and (limits is not None or name.endswith("_bytes")):
             expected[name] = {**bound, "range": limits}
     return expected
 
