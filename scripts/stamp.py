@@ -81,7 +81,7 @@ def card(course: dict, name: str) -> str:
         "",
         f"**You need to know** {', '.join(course['know'])}.",
         "",
-        "| machine | minutes | download | peak memory of the lesson's step |",
+        "| machine | minutes | download | peak memory of the plain step |",
         "|---|---|---|---|",
     ]
     rows, note = [], []
