@@ -395,7 +395,7 @@ def main(given: list[str] | None = None) -> int:
     from tutorial_utils import bounds, machine
 
     here = machine.facts()
-    known = here.device == "cuda" or here.backend in ("cpu", "cpu-avx512") or os.environ.get("COURSE_BOUNDS")
+    known = here.device == "cuda" or here.backend in ("cpu", "cpu-slow-bf16") or os.environ.get("COURSE_BOUNDS")
     if arguments.command == "record" and not known:
         parser.error(
             f"this machine is of class {here.backend}, the recording of class cpu: COURSE_BOUNDS names another"

@@ -173,7 +173,7 @@ def test_every_bound_says_why_and_can_fail():
             if name.endswith("_bytes"):
                 assert 0 < bound["recorded_tolerance"] <= bound["predicted_tolerance"] <= 0.05
             else:
-                known = ("cpu", "cpu-avx512", "cpu-fp16", "cpu-other", "cuda", "cuda-bf16", "cuda-base", "cuda-tiny")
+                known = ("cpu", "cpu-slow-bf16", "cpu-fp16", "cpu-other", "cuda", "cuda-bf16", "cuda-base", "cuda-tiny")
                 classes = [backend for backend in known if backend in bound]
                 accepted = {"why", "needs", "bytes", *classes}
                 assert classes and set(bound) <= accepted, f"{lesson}.{name}: {sorted(bound)}"
@@ -314,7 +314,7 @@ def test_a_figure_is_expected_where_it_can_be_had(own_facts):
 
 def test_a_special_case_has_the_bounds_of_its_class_unless_it_has_its_own(own_facts, monkeypatch):
     own_facts.write_text('[figures.gain]\nwhy = "w"\ncpu = [1, 2]\ncpu-fp16 = [3, 4]\ncuda = [5, 6]\n')
-    here = dataclasses.replace(machine.facts(), device="cpu", bf16=True, cores=2, bf16_units="amx")
+    here = dataclasses.replace(machine.facts(), device="cpu", bf16=True, cores=2, bf16_time=0.3)
     machines = {1.5: here, 3.5: dataclasses.replace(here, bf16=False), 5.5: dataclasses.replace(here, device="cuda")}
     for value, there in machines.items():
         monkeypatch.setattr(machine, "facts", lambda there=there: there)

@@ -2,10 +2,12 @@
 
 import dataclasses
 import os
+import platform
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from notebooks import ROOT
 from tutorial_utils import machine, packages
@@ -25,6 +27,20 @@ def test_this_machine():
     assert here.memory > 2**30 and here.cores >= 1 and set(here.versions) == set(machine.OLDEST)
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN is told to do without instructions of x86")
+@pytest.mark.parametrize(("instructions", "backend"), [("AVX512_CORE", "cpu-slow-bf16"), ("AVX2", "cpu-other")])
+def test_the_class_of_a_cpu_is_that_of_its_bf16(instructions, backend):
+    if backend == "cpu-slow-bf16" and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("this processor emulates bf16 whatever it is told")
+    code = (
+        "import dataclasses; from tutorial_utils import machine; here = machine.facts(); "
+        "print(dataclasses.replace(here, cores=2).backend, here.bf16_time)"
+    )
+    known = {**os.environ, "PYTHONPATH": str(ROOT), "ONEDNN_MAX_CPU_ISA": instructions}
+    done = subprocess.run([sys.executable, "-c", code], env=known, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[0] == backend, done.stdout
+
+
 @pytest.mark.alone
 def test_the_first_cell_takes_five_seconds_where_nothing_is_missing(quiet, tmp_path):
     cell = (ROOT / "scripts" / "setup_cell.py").read_text(encoding="utf-8")
@@ -40,7 +56,7 @@ def test_the_first_cell_takes_five_seconds_where_nothing_is_missing(quiet, tmp_p
 def test_classes_slugs_and_presets():
     machines = (CPU, T4, P100, A100, LAPTOP, SMALL)
     assert [m.backend for m in machines] == ["cpu", "cuda", "cpu", "cuda-bf16", "cuda-bf16", "cuda"]
-    others = {"cpu-avx512": {"bf16_units": "avx512"}, "cpu-other": {"bf16_units": ""}}
+    others = {"cpu-slow-bf16": {"bf16_time": 1.3}, "cpu-other": {"bf16_time": 9.0}}
     for backend, facts in others.items():
         assert dataclasses.replace(CPU, **facts).backend == backend
         assert dataclasses.replace(CPU, **facts, cores=16).backend == "cpu-other"

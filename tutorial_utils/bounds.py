@@ -2,7 +2,7 @@
 
 facts/lessons/<lesson>.toml holds, for every figure, why it is bounded and the lowest and highest value
 for each backend class, or an empty list where no such machine was recorded yet. A class that is left
-out cannot have the figure. A special case ("cuda-bf16", "cpu-avx512") has those of its class unless it
+out cannot have the figure. A special case ("cuda-bf16", "cpu-slow-bf16") has those of its class unless it
 has its own, and so has a GPU where lessons train the tiny model ("cuda-tiny", also where it is virtual)
 or BERT-base ("cuda-base"); but times of "cpu-other" are not judged by those of "cpu". Figures of
 `bytes` are judged within 2 % of what was recorded, on GPUs and at real size on virtual ones

@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import tempfile
+import time
 import tomllib
 import warnings
 from contextlib import contextmanager, suppress
@@ -26,6 +27,7 @@ NEWEST = {"python": "3.13", "torch": "2.15", "transformers": "5.23"}
 NEEDED = ("datasets", "accelerate", "matplotlib")  # beside torch and transformers, by every lesson
 OWN = f"said by {os.getpid()}"  # by which a process knows its own COURSE_BUSY
 LARGE = 14 * GiB  # of a GPU on which lessons train BERT-large
+SLOW, EMULATED = 0.7, 3  # times of bf16 on a CPU, to fp32's, between the classes of `Machine.backend`
 FEW_CORES = 4  # Kaggle's and Colab's, and those of the machines that recorded "cpu"
 ACCELERATORS = (
     "on Kaggle choose GPU T4 x2 under Settings, Accelerator; on Colab a T4 under Runtime, Change runtime type"
@@ -47,21 +49,22 @@ class Machine:
     bf16: bool
     kernels: bool  # whether this build of torch has kernels for this GPU
     versions: dict[str, str]
-    bf16_units: str = "amx"  # of a CPU: what it multiplies bf16 with, "avx512" if without AMX, "" if it emulates it
+    bf16_time: float = 0.3  # of a CPU: the time of a product of matrices in bf16, to fp32's
     virtual: str | None = None  # of a virtual GPU, which values it computes: its memory is real, its times are not
 
     @property
     def backend(self) -> str:
         """The class that a bound belongs to: "cpu", "cuda", or their special cases.
 
-        "cpu-fp16" has no bf16 at all, "cuda-bf16" has it. "cpu-avx512" has no AMX for it. "cpu-other" has more
-        cores than those whose times were recorded, or emulates bf16: the times of "cpu" say nothing about it.
+        "cpu-fp16" has no bf16 at all, "cuda-bf16" has it. "cpu-slow-bf16" gains no time by it, or little. "cpu-other"
+        has more cores than those whose times were recorded, or emulates bf16: the times of "cpu" say nothing about it.
         """
         if self.device == "cpu" and not self.bf16:
             return "cpu-fp16"
+        if self.device == "cpu" and (self.cores > FEW_CORES or self.bf16_time > EMULATED):
+            return "cpu-other"
         if self.device == "cpu":
-            units = self.bf16_units if self.cores <= FEW_CORES else ""
-            return {"amx": "cpu", "avx512": "cpu-avx512"}.get(units, "cpu-other")
+            return "cpu" if self.bf16_time < SLOW else "cpu-slow-bf16"
         return "cuda-bf16" if self.bf16 else "cuda"
 
     @property
@@ -88,13 +91,13 @@ def facts() -> Machine:
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     versions["transformers"] = importlib.metadata.version("transformers")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    units = _bf16_units()
     if not torch.cuda.is_available():
-        return Machine("CPU", "cpu", _main_memory(), cores, None, True, True, versions, units)
+        return Machine("CPU", "cpu", _main_memory(), cores, None, True, True, versions, _bf16_time())
     properties = torch.cuda.get_device_properties(0)
     capability = (properties.major, properties.minor)
     if not _has_kernels(capability, torch.cuda.get_arch_list()):
-        return Machine(properties.name, "cpu", _main_memory(), cores, capability, True, False, versions, units)
+        cpu = ("cpu", _main_memory(), cores, capability, True, False, versions, _bf16_time())
+        return Machine(properties.name, *cpu)
     bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     here = Machine(properties.name, "cuda", properties.total_memory, cores, capability, bf16, True, versions)
     if virtual := os.environ.get("VIRTUAL_GPU"):  # what virtual_gpu.start was given
@@ -352,11 +355,20 @@ def _has_kernels(capability: tuple[int, int], architectures: list[str]) -> bool:
     return False
 
 
-def _bf16_units() -> str:
-    with suppress(OSError):  # as far as Linux tells
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split()
-        return next((unit for unit in ("amx", "avx512") if f"{unit}_bf16" in flags), "")
-    return ""
+@cache
+def _bf16_time() -> float:
+    """Measured, since no name of a processor tells: 0.3 with AMX or fast AVX-512, 1.3 with slow, emulated 9 or more."""
+    import torch
+
+    def seconds(matrix):
+        started = time.perf_counter()
+        matrix @ matrix
+        return time.perf_counter() - started
+
+    full = torch.ones(256, 256)
+    rounds = [(seconds(full.bfloat16()), seconds(full)) for _ in range(8)]
+    half, whole = map(min, zip(*rounds))
+    return half / whole
 
 
 def _main_memory() -> int:

@@ -164,21 +164,26 @@ class _Largest:
 
     def __call__(self, recipe: Recipe) -> Option:
         sizes = [n for n in range(self.effective_batch, 0, -1) if self.effective_batch % n == 0]
-        one = self._with(recipe, 1)
-        if not one.fits:
-            return Option(recipe, 0, one, _why(one, self.gpu))
-        if len(sizes) == 1:
-            return Option(recipe, 1, one)
-        # Beyond a few texts the memory grows by the same for each.
-        few = next(n for n in (4, 3, 2, sizes[-2]) if n in sizes)
-        several = self._with(recipe, few)
-        slope = max(1, (several.card_bytes - one.card_bytes) // (few - 1))
-        room = 1 + (self.gpu.usable - one.card_bytes) // slope
-        for micro_batch in (n for n in sizes if n <= room * 1.05):
-            report = {1: one, few: several}.get(micro_batch) or self._with(recipe, micro_batch)
-            if report.fits:
-                return Option(recipe, micro_batch, report)
-        return Option(recipe, 1, one)
+        known = {1: self._with(recipe, 1)}
+        if not known[1].fits:
+            return Option(recipe, 0, known[1], _why(known[1], self.gpu))
+        best, too_many = 1, sizes[0] + 1
+        while wanted := [n for n in sizes if best < n < too_many and self._at_least(known, n) <= self.gpu.usable]:
+            n = next((n for n in wanted if self._guessed(known[best], best, n) <= self.gpu.usable), wanted[-1])
+            known[n] = self._with(recipe, n)
+            best, too_many = (n, too_many) if known[n].fits else (best, n)
+        return Option(recipe, best, known[best])
+
+    def _at_least(self, known: dict[int, predict.Prediction], n: int) -> float:
+        """Bytes of the card: a peak is the highest of many lines, and so above the line through two peaks before it."""
+        below = sorted(size for size in known if size < n)[-2:]
+        (first, one), (last, two) = ((size, known[size]) for size in (below[0], below[-1]))
+        of_a_text = (two.peak - one.peak) / (last - first) if first < last else one.parts["activations"] / 2
+        kept = two.parts["gradients"] if n == self.effective_batch else 0  # of the micro-batches before
+        return two.peak + of_a_text * (n - last) - kept + predict.context(self.gpu)
+
+    def _guessed(self, report: predict.Prediction, of: int, n: int) -> float:
+        return report.card_bytes + report.parts["activations"] / of * (n - of)
 
     def _with(self, recipe, micro_batch):
         accumulate = 1 if micro_batch == self.effective_batch else 2  # from two on the memory is the same

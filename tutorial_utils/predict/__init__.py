@@ -150,9 +150,9 @@ def step_memory(
                 step(network, chosen, inputs)
                 tracker.restart()
                 step(network, chosen, inputs)
-    result = Prediction(**vars(tracker.report()))
-    if device == "cuda":
-        add_card(result, tracker, gpu)
+        result = Prediction(**vars(tracker.report()))
+        if device == "cuda":
+            add_card(result, tracker, gpu)
     result.seconds = time.perf_counter() - started
     return result
 

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 aten = torch.ops.aten
 _LIKE_THEIR_INPUT = {f"aten::_foreach_{name}" for name in ("add", "sub", "mul", "div", "sqrt", "neg", "pow", "lerp")}
 _UNKNOWN = object()
+_known = {}  # operation and arguments → shape, stride and type of each result, or None
 
 
 class Shapes(FakeTensorMode):
@@ -26,7 +27,6 @@ class Shapes(FakeTensorMode):
         # Not only fake inputs: bitsandbytes' table of 8-bit values is computed when it is constructed.
         super().__init__(allow_non_fake_inputs=True)
         self.inside = None  # the network's name, while its forward runs
-        self.known = {}  # operation and arguments → shape, stride and type of each result, or None
 
     def __deepcopy__(self, memo):
         return self  # a parameter's copy, as peft makes of a classifier, belongs to the same mode
@@ -46,7 +46,7 @@ class Shapes(FakeTensorMode):
                 return found
         try:
             key = func, _metadata(args), _metadata(tuple(kwargs.items()))
-            known = self.known.get(key)
+            known = _known.get(key)
         except TypeError:
             key, known = None, None  # not to be compared
         if known == "in place":
@@ -58,8 +58,8 @@ class Shapes(FakeTensorMode):
             result = self.dispatch(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise self._refusal(func) from error
-        if key is not None and key not in self.known and key[1] == _metadata(args):
-            self.known[key] = _results(func, args, result)
+        if key is not None and key not in _known and key[1] == _metadata(args):
+            _known[key] = _results(func, args, result)
         return result
 
     def _scalar(self, func, args):
