@@ -6,16 +6,16 @@
 import argparse
 import ast
 import json
+import logging
 import multiprocessing
 import sys
-import warnings
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from tutorial_utils import bounds, machine, models, planner, predict  # noqa: E402
-from tutorial_utils.figures import Table, size  # noqa: E402
+from tutorial_utils.figures import size  # noqa: E402
 
 TEMPLATE = ROOT / "scripts" / "train.template"
 RATES = {True: 2e-5, False: 2e-4}  # of all parameters, and of adapters
@@ -46,7 +46,10 @@ def copied(lesson: str, only: str | None = None) -> tuple[list[str], str]:
     rest = [node for node in statements if node not in imports and only in (None, getattr(node, "name", None))]
     starts = [min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))]) for node in rest]
     texts = ["\n".join(lines[start - 1 : node.end_lineno]) for start, node in zip(starts, rest)]
-    return [ast.unparse(statement) for statement in imports], "\n\n\n".join(texts)
+    used = {name.id for node in rest for name in ast.walk(node) if isinstance(name, ast.Name)}
+    for statement in imports:
+        statement.names = [one for one in statement.names if (one.asname or one.name.partition(".")[0]) in used]
+    return [ast.unparse(statement) for statement in imports if statement.names], "\n\n\n".join(texts)
 
 
 def script(option: planner.Option, *, model: str, card: str, length: int, effective_batch: int) -> str:
@@ -56,25 +59,36 @@ def script(option: planner.Option, *, model: str, card: str, length: int, effect
     has = {"fp32" if choices.get("precision", "fp32") == "fp32" else "half", optimizer}
     has |= {"checkpointing"} if choices.get("checkpointing") else set()
     has |= set() if recipe.whole else {"lora"}
-    wanted = {"01": True, "03": "half" in has, "04": optimizer == "adamw8bit", "05": "checkpointing" in has, "08": True,
-              "11": True, "15": "lora" in has}  # fmt: skip
-    imports, cells, kept = set(), [], []
+    has |= {"decoder" if recipe.decoder else "encoder"} | ({"4bit"} if recipe.adapters == "4 bits" else set())
+
+    def holds(condition):
+        return not condition or (condition[1:] not in has if condition[0] == "!" else condition in has)
+
+    imports, cells, kept, blocks = set(), [], [], []  # blocks: conditions, one in the other
     for line in TEMPLATE.read_text(encoding="utf-8").splitlines():
         text, _, condition = line.partition("  #? ")
-        if line.startswith("#= "):
-            lesson, *only = line.removeprefix("#= ").split()
-            if wanted[lesson]:
+        if line.startswith("#{ "):
+            blocks.append(line.removeprefix("#{ "))
+        elif line == "#}":
+            blocks.pop()
+        elif not set(blocks) <= has:
+            continue
+        elif line.startswith("#= "):
+            lesson, *only = text.removeprefix("#= ").split()
+            if holds(condition):
                 more, cell = copied(lesson, *only)
                 imports |= set(more)
                 cells.append(f"# Lesson {lesson}\n{cell}")
-        elif not condition or condition in has:
+        elif holds(condition):
             kept.append(text)
     fields = {
         "model": model, "card": machine.gpu(card).name, "recipe": recipe.name, "length": length,
         "hub": models.hub(model), "card_bytes": size(option.prediction.card_bytes), "lr": RATES[recipe.whole],
         "micro_batch": option.micro_batch, "steps": effective_batch // option.micro_batch,
-        "targets": predict.lora_targets(models.config(model).model_type) if "lora" in has else "",
+        "new_tokens": min(64, length // 2),
     }  # fmt: skip
+    if has >= {"lora", "encoder"}:
+        fields["targets"] = predict.lora_targets(models.config(model).model_type)
     return _assembled("\n".join(kept), sorted(imports), cells, fields)
 
 
@@ -121,23 +135,11 @@ def row(option: planner.Option) -> dict:
     }
 
 
-def table(options: list[planner.Option]) -> Table:
-    rows = []
-    for option in options:
-        report = option.prediction
-        rows.append({
-            "recipe": option.recipe.name, "texts at a time": option.micro_batch or "–",
-            "card": size(report.card_bytes) if report else "–", "operations": f"× {option.recipe.operations:.2f}",
-            "lessons": " ".join(option.recipe.lessons), "why not": option.why,
-        })  # fmt: skip
-    return Table(rows)
-
-
 def main(arguments: list[str] | None = None):
     given = parser().parse_args(arguments)
+    logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)  # of a 4-bit kernel that no recipe uses here
     asked = dict(model=given.model, card=given.card, length=given.length, effective_batch=given.effective_batch)
     limits = dict(whole=given.all_parameters, exact=given.exact, no_new_dependency=given.no_new_dependency)
-    warnings.simplefilter("ignore")  # of checkpointing's older name
     try:
         with ProcessPoolExecutor(mp_context=multiprocessing.get_context("fork")) as pool:
             options = planner.plan(**asked, **limits, each=pool.map)
@@ -152,7 +154,7 @@ def main(arguments: list[str] | None = None):
     if given.json:
         print(json.dumps([row(option) for option in options], indent=2))
         return
-    print(table(options))
+    print(planner.table(options))
     if not fitting:
         print(planner.instead(options, **asked))
     if given.script:

@@ -1,4 +1,4 @@
-"""The panel of lesson 00: in a real JupyterLab and a real browser, and where there are no widgets."""
+"""The panels of lessons 00 and 22: in a real JupyterLab and a real browser, and where there are no widgets."""
 
 import json
 import os
@@ -9,15 +9,17 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import contextmanager
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
 from notebooks import ROOT
-from tutorial_utils import explorer
+from tutorial_utils import explorer, planner
 
 CELL = "from tutorial_utils import explorer\nexplorer.panel('tiny', batch=8, length=64)"
+PLAN = "from tutorial_utils import planner\nplanner.panel('tiny', length=64, effective_batch=16)"
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
@@ -53,11 +55,19 @@ def test_the_committed_lesson_shows_it_without_widgets():
     assert controls["application/vnd.jupyter.widget-view+json"]["model_id"] in widgets["state"]
 
 
+def test_without_widgets_the_planner_says_how_to_ask(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    planner.panel("tiny", length=64)
+    assert capsys.readouterr().out == (
+        "ipywidgets is not installed: no panel. planner.table(planner.plan('tiny', 'Tesla T4', 64, 32))\n"
+    )
+
+
 @pytest.fixture
-def lab(tmp_path):
-    """The address of a JupyterLab on a folder with a notebook that shows the panel."""
+def lab(tmp_path, request):
+    """The address of a JupyterLab on a folder with a notebook of one cell."""
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)], metadata=kernel)
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(request.param)], metadata=kernel)
     nbformat.write(notebook, tmp_path / "panel.ipynb")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -83,19 +93,10 @@ def lab(tmp_path):
         server.wait(20)
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine: apt-get install chromium")
-@pytest.mark.alone
-def test_controls_change_picture_and_verdict_in_a_browser(lab):
+@contextmanager
+def cell_run_in(lab):
+    """A page of a browser in which the notebook's cell was run."""
     from playwright.sync_api import sync_playwright
-
-    def changed(locator, attribute, before):
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            now = locator.get_attribute(attribute) if attribute else locator.inner_text()
-            if now != before:
-                return now
-            time.sleep(0.05)
-        raise AssertionError(f"nothing changed: {before[:200]}")
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
@@ -106,6 +107,27 @@ def test_controls_change_picture_and_verdict_in_a_browser(lab):
             "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'", timeout=90_000
         )
         page.evaluate("window.jupyterapp.commands.execute('notebook:run-cell')")
+        yield page
+        browser.close()
+
+
+needs_a_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine: apt-get install chromium")
+
+
+@needs_a_browser
+@pytest.mark.alone
+@pytest.mark.parametrize("lab", [CELL], indirect=True, ids=["lesson 00"])
+def test_controls_change_picture_and_verdict_in_a_browser(lab):
+    def changed(locator, attribute, before):
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            now = locator.get_attribute(attribute) if attribute else locator.inner_text()
+            if now != before:
+                return now
+            time.sleep(0.05)
+        raise AssertionError(f"nothing changed: {before[:200]}")
+
+    with cell_run_in(lab) as page:
         picture = page.locator(".jp-OutputArea-output img").last
         picture.wait_for(timeout=90_000)
         verdict = page.locator(".jp-OutputArea-output p", has_text=" on the card ").last
@@ -125,4 +147,26 @@ def test_controls_change_picture_and_verdict_in_a_browser(lab):
         third = changed(verdict, None, second)
         changed(picture, "src", image)
         assert third.startswith("Does not fit: "), third
-        browser.close()
+
+
+@needs_a_browser
+@pytest.mark.alone
+@pytest.mark.parametrize("lab", [PLAN], indirect=True, ids=["lesson 22"])
+def test_the_planner_plans_in_a_browser(lab):
+    with cell_run_in(lab) as page:
+        button = page.get_by_role("button", name="plan", exact=True)
+        button.wait_for(timeout=90_000)
+        button.click()
+        page.locator("p", has_text="of 10 recipes predicted").wait_for(timeout=60_000)
+        page.locator("p", has_text="The least work: LoRA, fp16, 16 texts at a time.").wait_for(timeout=120_000)
+        assert page.locator(".jp-OutputArea-output table tbody tr").count() == 10
+
+        page.get_by_label("exact gradients").check()
+        page.locator(".widget-text", has_text="length").locator("input").fill("513")
+        page.keyboard.press("Tab")
+        button.click()
+        page.locator("p", has_text="No plan: length was 513; accepted: up to 512").wait_for(timeout=60_000)
+        page.locator(".widget-text", has_text="length").locator("input").fill("32")
+        page.keyboard.press("Tab")
+        button.click()
+        page.locator("p", has_text="The least work: fp32, AdamW, 16 texts at a time.").wait_for(timeout=120_000)

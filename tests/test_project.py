@@ -12,8 +12,13 @@ from notebooks import ROOT, code_lines
 from tutorial_utils import figures, measure
 
 PACKAGE = sorted((ROOT / "tutorial_utils").rglob("*.py"))
-# Of the package, of its own package predict, of a module of the one and of a room of the other.
-MOST, MOST_OF_PREDICT, MOST_OF_A_MODULE, MOST_OF_A_ROOM = 1900, 700, 300, 200
+MOST, MOST_OF_A_MODULE = 1900, 300
+# Packages of their own: all their lines, and the order in which one room imports another, the last what they offer.
+ROOMS = {
+    "predict": (700, ["fake", "rules", "patches", "allocator", "__init__"]),
+    "planner": (300, ["recipes", "search", "panel", "__init__"]),
+}
+MOST_OF_A_ROOM = 200
 
 
 def pins(lines) -> list[str]:
@@ -38,12 +43,12 @@ def test_pins_are_inside_the_supported_ranges():
 
 def test_the_packages_are_thin():
     lines = {path.relative_to(ROOT): code_lines(path.read_text()) for path in PACKAGE}
-    rooms = {path: count for path, count in lines.items() if path.parent.name == "predict"}
-    assert sum(rooms.values()) <= MOST_OF_PREDICT, f"predict has {sum(rooms.values())} lines of code"
-    without = sum(lines.values()) - sum(rooms.values())
-    assert without <= MOST, f"tutorial_utils has {without} lines of code, without predict"
+    of = {path: path.parent.name for path in lines}
+    for name, (most, _) in {"tutorial_utils": (MOST, None), **ROOMS}.items():
+        found = sum(count for path, count in lines.items() if of[path] == name)
+        assert found <= most, f"{name} has {found} lines of code, more than {most}"
     for path, count in lines.items():
-        most = MOST_OF_A_ROOM if path in rooms else MOST_OF_A_MODULE
+        most = MOST_OF_A_ROOM if of[path] in ROOMS else MOST_OF_A_MODULE
         assert count <= most, f"{path} has {count} lines of code, more than {most}"
 
 
@@ -65,18 +70,20 @@ def test_importing_adds_little_to_torch_and_transformers(quiet):
 def test_dependencies_point_one_way():
     order = ["check", "times", "packages", "machine", "kernels", "measure", "data", "models", "shapes", "names",
              "predict", "figures", "bounds", "explorer", "planner"]  # fmt: skip
-    within = ["fake", "rules", "patches", "allocator", "__init__"]
-    assert {path.stem for path in PACKAGE if path.parent.name != "predict"} == {*order, "__init__"} - {"predict"}
+    modules = {path.stem for path in PACKAGE if path.parent.name not in ROOMS}
+    assert modules | set(ROOMS) == {*order, "__init__"}
     for path in PACKAGE:
-        room = path.parent.name == "predict"
+        room = path.parent.name if path.parent.name in ROOMS else None
+        assert not room or path.stem in ROOMS[room][1], path
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.ImportFrom) or not node.level:
                 continue
             inside = room and node.level == 1
-            own = (within if inside else order).index("predict" if room and not inside else path.stem)
+            ranks = ROOMS[room][1] if inside else order
+            own = ranks.index(room if room and not inside else path.stem)
             for name in [node.module] if node.module else [alias.name for alias in node.names]:
                 if name != "figures":  # shown only when a table is wanted
-                    assert (within if inside else order).index(name) < own, f"{path.name} imports {name}"
+                    assert ranks.index(name) < own, f"{path} imports {name}"
 
 
 def test_nothing_private_is_tracked():

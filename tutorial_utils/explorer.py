@@ -18,17 +18,12 @@ def panel(model: str = "bert-large-uncased", card: str = "Tesla T4", batch: int 
     offered = {"model": (model, models.names()), "batch": (batch, BATCHES), "length": (length, LENGTHS)}
     for name, (given, accepted) in offered.items():
         accept(type(given) is type(accepted[0]) and given in accepted, name, given, ", ".join(map(str, accepted)))
-    try:
-        import ipywidgets
-        from IPython import get_ipython
-        from IPython.display import HTML, display
-
-        lacks = None if get_ipython() else "this is no notebook"
-    except ImportError as error:
-        lacks = f"{error.name} is not installed"
-    if lacks:
+    if lacks := no_controls():
         print(f"{_sentence(predict.step_memory(model, batch, length, card=card), gpu)}\n{lacks}: no panel")
         return
+    import ipywidgets
+    from IPython.display import HTML, display
+
     controls = {
         "model": ipywidgets.Dropdown(options=models.names(), value=model),
         "card": ipywidgets.Dropdown(options=list(dict.fromkeys([gpu.name, *machine.gpus()])), value=gpu.name),
@@ -41,12 +36,7 @@ def panel(model: str = "bert-large-uncased", card: str = "Tesla T4", batch: int 
         "lora": ipywidgets.Dropdown(options={"none": 0, "rank 8": 8}),
         "padded": ipywidgets.Checkbox(value=True, indent=False),
     }
-    for name, control in controls.items():
-        control.description = name.replace("_", " ")
-    box = ipywidgets.VBox(list(controls.values()))
-    view = {"version_major": 2, "version_minor": 0, "model_id": box.model_id}
-    static = "<p>Run this cell in Jupyter, Kaggle or Colab to have the controls.</p>"
-    display({"application/vnd.jupyter.widget-view+json": view, "text/html": static, "text/plain": ""}, raw=True)
+    show_controls(controls)
     verdict, picture = display(HTML(), display_id=True), display(HTML(), display_id=True)
 
     def say(text):
@@ -66,6 +56,29 @@ def panel(model: str = "bert-large-uncased", card: str = "Tesla T4", batch: int 
     for control in controls.values():
         control.observe(show, "value")
     show()
+
+
+def no_controls() -> str | None:
+    """Why there can be none here."""
+    try:
+        import ipywidgets  # noqa: F401
+        from IPython import get_ipython
+    except ImportError as error:
+        return f"{error.name} is not installed"
+    return None if get_ipython() else "this is no notebook"
+
+
+def show_controls(controls: dict, *more):
+    """Under each other, by their names; on a page without widgets, a sentence in their place."""
+    import ipywidgets
+    from IPython.display import display
+
+    for name, control in controls.items():
+        control.description = name.replace("_", " ")
+    box = ipywidgets.VBox([*controls.values(), *more])
+    view = {"version_major": 2, "version_minor": 0, "model_id": box.model_id}
+    static = "<p>Run this cell in Jupyter, Kaggle or Colab to have the controls.</p>"
+    display({"application/vnd.jupyter.widget-view+json": view, "text/html": static, "text/plain": ""}, raw=True)
 
 
 def _sentence(report: predict.Prediction, gpu: machine.Gpu) -> str:

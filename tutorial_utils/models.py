@@ -36,6 +36,22 @@ def names() -> list[str]:
     return list(_facts())
 
 
+def head_share(name: str) -> float | None:
+    """Of a decoder's multiplications those of its head; None for an encoder, in the first place no language model."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+    settings = config(name)
+    kind = type(settings)
+    if kind not in AutoModelForCausalLM._model_mapping or kind in AutoModelForMaskedLM._model_mapping:
+        return None
+    with torch.device("meta"):
+        model = untrained(settings, causal=True)
+    head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    others = sum(weight.numel() for weight in model.parameters() if weight is not head and weight is not embeddings)
+    return head.numel() / (head.numel() + others)
+
+
 def config(name: str, num_labels: int = 2, **changes):
     """The transformers configuration of a named architecture, with `changes` to any of its fields.
 

@@ -3,37 +3,61 @@
 import pytest
 from test_card import on, pytestmark  # noqa: F401
 
-from tutorial_utils import planner
+from tutorial_utils import models, planner
 
 CODE = """
 import itertools, sys, torch
 sys.path.insert(0, "scripts")
 import plan
-from transformers import DataCollatorWithPadding
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
 from tutorial_utils import data, models, planner
 
-recipe = next(one for one in planner.recipes("fp16") if one.name == NAME)
-asked = dict(model="bert-base-uncased", card="T4", length=128)
-found = planner._predicted(recipe, batch=8, accumulate=2, padded=True, **asked)
+recipe = next(one for one in planner.recipes("fp16", models.head_share(MODEL)) if one.name == NAME)
+asked = dict(model=MODEL, card="T4", length=128)
+found = planner.predicted(recipe, batch=BATCH, accumulate=2, **asked)
 of = {"__name__": "train"}
-exec(plan.script(planner.Option(recipe, 8, found), effective_batch=16, **asked), of)
+exec(plan.script(planner.Option(recipe, BATCH, found), effective_batch=2 * BATCH, **asked), of)
 of["CFG"].epochs = 1
-of["AutoModelForSequenceClassification"].from_pretrained = lambda name, num_labels, **_: models.untrained(
-    models.config("bert-base-uncased", num_labels))
-of["save_model"] = lambda model, path: path.touch()
-of["load_model"] = of["Files"].keep = lambda *_: None
-of["np"].save = lambda *_: None
-rows = [{"input_ids": length * [1], "attention_mask": length * [1], "labels": 0} for length in (128, 127)]
-rows = list(itertools.islice(itertools.cycle(rows), 32))
-of["train_fold"](0, rows, rows[:8], rows[:8], 2, DataCollatorWithPadding(data.tokenizer()))
+
+def made(name, num_labels=2, dtype=torch.float32, quantization_config=None, **_):
+    model = models.untrained(models.config(MODEL, num_labels, dtype=dtype), causal=recipe.decoder)
+    if quantization_config:
+        import bitsandbytes
+        for part in model.base_model.modules():
+            if type(part) is torch.nn.Linear:
+                packed = bitsandbytes.nn.Params4bit(
+                    part.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True)
+                part.__class__, part.weight = bitsandbytes.nn.Linear4bit, packed
+                vars(part).update(compute_dtype=dtype, compute_type_is_set=True, support_avx512bf16_for_cpu=False,
+                                  quant_state=None, quant_storage=torch.uint8)
+    return model
+
+of["AutoModelForCausalLM" if recipe.decoder else "AutoModelForSequenceClassification"].from_pretrained = made
+of["save_file"] = lambda weights, path: path.touch()
+of["Files"].load = of["Files"].keep = lambda *_: None
+of["np"].savez = lambda *_, **__: None
+rows = [{"input_ids": length * [1], "attention_mask": length * [1]} for length in (128, 127)]
+rows = [row | {"labels": row["input_ids"] if recipe.decoder else 0} for row in rows]
+rows = list(itertools.islice(itertools.cycle(rows), 4 * BATCH))
+tokenizer = data.tokenizer()
+if recipe.decoder:
+    of["predict"] = lambda *_: None
+    of["train_fold"](0, rows, rows[:BATCH], [], tokenizer, DataCollatorForSeq2Seq(tokenizer))
+else:
+    of["train_fold"](0, rows, rows[:BATCH], rows[:BATCH], 2, DataCollatorWithPadding(tokenizer))
 stats = torch.cuda.memory_stats()
 print(stats["requested_bytes.all.peak"], found.peak, stats["reserved_bytes.all.peak"], found.reserved)
 """
+CASES = [
+    (model, batch, recipe.name)
+    for model, batch in (("bert-base-uncased", 8), ("qwen3-0.6b", 4))
+    for recipe in planner.recipes("fp16", models.head_share(model))
+]
 
 
-@pytest.mark.parametrize("name", [recipe.name for recipe in planner.recipes("fp16")])
-def test_a_script_takes_what_was_predicted(name, tmp_path):
-    shown = on("T4", f"import os\nos.environ['WORK'] = {str(tmp_path)!r}\nNAME = {name!r}\n" + CODE)
-    counted, predicted, reserved, expected = map(int, shown.split()[-4:])
+@pytest.mark.parametrize(("model", "batch", "name"), CASES)
+def test_a_script_takes_what_was_predicted(model, batch, name, tmp_path):
+    given = f"import os\nos.environ['WORK'] = {str(tmp_path)!r}\nMODEL, BATCH, NAME = {model!r}, {batch}, {name!r}\n"
+    counted, predicted, reserved, expected = map(int, on("T4", given + CODE).split()[-4:])
     assert abs(predicted / counted - 1) <= 0.02, f"counted {counted:,}, predicted {predicted:,}"
     assert abs(expected / reserved - 1) <= 0.05, f"reserved {reserved:,}, predicted {expected:,}"

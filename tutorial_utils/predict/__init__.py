@@ -23,9 +23,9 @@ from .. import kernels, machine, measure, models, names, packages
 from ..check import accept
 from . import patches
 from .allocator import add_card, context
-from .fake import Shapes
+from .fake import Shapes, pack_4bit
 
-__all__ = ["OPTIMIZERS", "PRECISIONS", "Prediction", "context", "step_memory"]
+__all__ = ["OPTIMIZERS", "PRECISIONS", "Prediction", "context", "pack_4bit", "step_memory"]
 MOST = 1_000_000  # of texts, tokens and the like: beyond it sizes in bytes overflow
 OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "sgd")
 PRECISIONS = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16, "bf16-pure": None}  # of autocast
@@ -63,6 +63,7 @@ def step_memory(
     freeze_layers: int = 0,
     lora: int = 0,
     prepare: Callable | None = None,
+    loss: Callable | None = None,
     step: Callable | None = None,
     inputs: dict | None = None,
     num_labels: int = 2,
@@ -84,6 +85,7 @@ def step_memory(
     precision: "fp32", "bf16" (autocast), "fp16" (autocast with GradScaler), or "bf16-pure" (the weights too).
     checkpointing: every how many layers; 0 is none. freeze_layers: the first so many, and what comes before them.
     lora: the rank of peft's adapters. prepare: a function of the model, for anything else before training.
+    loss: loss(model, inputs) in place of the classifier's cross-entropy, in the step that is built.
     step: a reader's own step(model, optimizer, inputs) in place of the built one; "cuda" in it is understood.
     device: "cuda" or "cpu", which save different tensors; or this machine, as `machine.start` gives it, with its card.
     card: a GPU of facts/gpus.toml or a size such as "6 GiB", by which kernels are chosen and the verdict given; else
@@ -103,7 +105,7 @@ def step_memory(
     known = isinstance(settings, PretrainedConfig) or callable(settings) and not isinstance(settings, torch.nn.Module)
     accept(known, "model", model, "a name, a configuration, or a function that returns a module")
     accept(not inspect.isclass(optimizer), "optimizer", optimizer, "a name, or a function of the model that makes one")
-    for name, given in (("prepare", prepare), ("step", step)):
+    for name, given in (("prepare", prepare), ("loss", loss), ("step", step)):
         accept(given is None or callable(given), name, given, "a function")
     known = inputs is None or isinstance(inputs, Mapping) and ("labels" in inputs if step is None else inputs)
     accept(known, "inputs", inputs, "the forward's arguments by name, and the labels for the step that is built")
@@ -145,7 +147,7 @@ def step_memory(
         held = kernels.OnCuda(gpu) if device == "cuda" else kernels.on_cpu
         with measure.Tracker(network, chosen, inputs, limit, held) as tracker:
             if step is None:
-                _step(network, chosen, inputs, precision, accumulate)
+                _step(network, chosen, inputs, precision, accumulate, loss)
             else:
                 step(network, chosen, inputs)
                 tracker.restart()
@@ -157,19 +159,22 @@ def step_memory(
     return result
 
 
-def _step(network, optimizer, inputs, precision, accumulate):
+def _step(network, optimizer, inputs, precision, accumulate, loss_of):
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
     for _ in range(min(accumulate, 2)):
         with torch.autocast("cpu", PRECISIONS[precision], enabled=PRECISIONS[precision] is not None):
-            output = network(**{name: value for name, value in inputs.items() if name != "labels"})
-            accept(hasattr(output, "logits"), "what the model returned", output, "its logits, or a step of your own")
-            logits, output = output.logits, None
-            loss = torch.nn.functional.cross_entropy(logits, inputs["labels"])
+            loss, logits = (loss_of(network, inputs), None) if loss_of else _loss(network, inputs)
         scaler.scale(loss / accumulate if accumulate > 1 else loss).backward()
         del logits, loss
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
+
+
+def _loss(network, inputs):
+    output = network(**{name: value for name, value in inputs.items() if name != "labels"})
+    accept(hasattr(output, "logits"), "what the model returned", output, "its logits, or a step of your own")
+    return torch.nn.functional.cross_entropy(output.logits, inputs["labels"]), output.logits
 
 
 def _text(network, batch, length, padded):

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 aten = torch.ops.aten
 _LIKE_THEIR_INPUT = {f"aten::_foreach_{name}" for name in ("add", "sub", "mul", "div", "sqrt", "neg", "pow", "lerp")}
 _UNKNOWN = object()
-_known = {}  # operation and arguments → shape, stride and type of each result, or None
+_known = {}  # operation, arguments and torch's default type → shape, stride and type of each result, or None
 
 
 class Shapes(FakeTensorMode):
@@ -45,15 +45,16 @@ class Shapes(FakeTensorMode):
             if (found := answer(func, args)) is not _UNKNOWN:
                 return found
         try:
-            key = func, _metadata(args), _metadata(tuple(kwargs.items()))
+            key = func, _metadata(args), _metadata(tuple(kwargs.items())), torch.get_default_dtype()
             known = _known.get(key)
         except TypeError:
             key, known = None, None  # not to be compared
         if known == "in place":
             return args[0]
         if known:
-            made = [self._made(args, *sizes) for sizes in known]
-            return made[0] if len(made) == 1 else tuple(made)
+            kind, results = known
+            made = [self._made(args, *sizes) for sizes in results]
+            return tuple(made) if kind is tuple else made[0]
         try:
             result = self.dispatch(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
@@ -126,4 +127,26 @@ def _results(func, args, result):
             return None
         storages.add(storage._cdata)
         made.append((is_view, tuple(one.shape), one.stride(), one.storage_offset(), one.dtype))
-    return made
+    return (tuple, made) if isinstance(result, tuple) else (torch.Tensor, made)
+
+
+def pack_4bit(linear: torch.nn.Linear, dtype=torch.float16):
+    """Make a linear layer, under fake tensors, bitsandbytes' Linear4bit (nf4, double quantisation).
+
+    Fake tensors refuse bitsandbytes' kind of parameter: the layer is the library's own, with an ordinary parameter of
+    packed bytes, and its scales as buffers. dtype: in which it computes.
+    """
+    import bitsandbytes
+
+    blocks = -(-linear.weight.numel() // 64)
+    state = bitsandbytes.functional.QuantState
+    second = state(torch.empty(-(-blocks // 256)), code=torch.empty(256), blocksize=256, dtype=torch.float32)
+    scales, table, offset = torch.empty(blocks, dtype=torch.uint8), torch.empty(16), torch.empty(())
+    first = state(scales, linear.weight.shape, table, 64, "nf4", dtype, offset, second)
+    packed = torch.nn.Parameter(torch.empty(32 * blocks, 1, dtype=torch.uint8), requires_grad=False)
+    packed.quant_state, packed.quant_type, packed.compress_statistics = first, "nf4", True
+    linear.__class__, linear.weight = bitsandbytes.nn.Linear4bit, packed
+    vars(linear).update(compute_dtype=dtype, compute_type_is_set=True, support_avx512bf16_for_cpu=False,
+                        quant_state=None, quant_storage=torch.uint8)  # fmt: skip
+    for number, tensor in enumerate((scales, second.absmax, table, second.code, offset)):
+        linear.register_buffer(f"scales_{number}", tensor)

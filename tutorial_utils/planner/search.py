@@ -1,104 +1,15 @@
-"""Which recipe fits? `plan`: those that do, the least work first, and why the others do not.
+"""`plan`: the recipes that fit, the least work first, and why the others do not.
 
-A recipe is a set of techniques that go together. Its memory is predicted, for the largest micro-batch that fits.
+The memory of each is predicted, for the largest micro-batch that fits.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 
-import torch
-
-from . import machine, models, predict
-from .check import accept
-from .figures import size
-
-
-def _trained(model) -> list:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def _adamw(model):
-    return torch.optim.AdamW(_trained(model), fused=True)
-
-
-def _adafactor(model):
-    from transformers.optimization import Adafactor
-
-    return Adafactor(_trained(model), lr=1e-3, relative_step=False, scale_parameter=False)
-
-
-def _adamw8bit(model):
-    import bitsandbytes
-
-    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
-            manager.register_module_override(module, "weight", {"optim_bits": 32})
-    return bitsandbytes.optim.AdamW8bit(_trained(model))
-
-
-def _adapted(name: str):
-    """As lesson 15 does it: adapters of rank 8 in peft's usual layers, and a whole head."""
-    settings = models.config(name)
-    targets = predict.lora_targets(settings.model_type)
-    from peft import LoraConfig, get_peft_model
-
-    network = models.untrained(settings)
-    old = {network, network.get_output_embeddings(), *network.base_model.modules()}
-    parts = [(part, at) for at, part in network.named_modules() if list(part.parameters())]
-    head = [at for part, at in parts if part not in old and "." not in at or at.endswith("pooler")]
-    return get_peft_model(network, LoraConfig(r=8, target_modules=targets, modules_to_save=head))
-
-
-# As lessons 04 and 11 make them.
-OPTIMIZERS = {"adamw": _adamw, "adafactor": _adafactor, "adamw8bit": _adamw8bit}
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """name; choices: what `predict.step_memory` takes, and the optimizer by its name in OPTIMIZERS.
-
-    lessons: of its techniques; needs: packages beside the course's.
-
-    exact: whether it takes the plain loop's step, but for rounding in fp32. whole: whether it trains all parameters.
-    """
-
-    name: str
-    choices: dict
-    lessons: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
-    exact: bool = False
-    whole: bool = True
-
-    @property
-    def operations(self) -> float:
-        """To the plain step's, where a forward pass is one of three parts and gradients are two.
-
-        Frozen weights need no gradients of their own; a checkpoint computes the forward pass again. Source: lessons 05
-        and 15, which count them.
-        """
-        return (3 - (not self.whole) + bool(self.choices.get("checkpointing"))) / 3
-
-
-def recipes(half: str) -> list[Recipe]:
-    """All of them, the fewest operations first, of these the fewest techniques. half: "fp16" or "bf16"."""
-    autocast, again = dict(precision=half), dict(checkpointing=1)
-    eight_bit, adafactor = dict(optimizer="adamw8bit"), dict(optimizer="adafactor")
-    bnb, peft = ("bitsandbytes",), ("peft",)
-    every = [
-        Recipe("fp32, AdamW", {}, exact=True),
-        Recipe(f"{half}, AdamW", autocast, ("03",)),
-        Recipe(f"{half}, 8-bit AdamW", autocast | eight_bit, ("03", "04"), bnb),
-        Recipe(f"{half}, Adafactor", autocast | adafactor, ("03", "11")),
-        Recipe("fp32, checkpointing, AdamW", again, ("05",), exact=True),
-        Recipe(f"{half}, checkpointing, AdamW", autocast | again, ("03", "05")),
-        Recipe(f"{half}, checkpointing, 8-bit AdamW", autocast | again | eight_bit, ("03", "04", "05"), bnb),
-        Recipe(f"{half}, checkpointing, Adafactor", autocast | again | adafactor, ("03", "05", "11")),
-        Recipe(f"LoRA, {half}", autocast, ("03", "15"), peft, whole=False),
-        Recipe(f"LoRA, {half}, checkpointing", autocast | again, ("03", "05", "15"), peft, whole=False),
-    ]
-    return sorted(every, key=lambda recipe: (recipe.operations, len(recipe.choices)))
+from .. import machine, models, predict
+from ..check import accept
+from ..figures import Table, size
+from .recipes import Recipe, predicted, recipes
 
 
 @dataclass(frozen=True)
@@ -138,10 +49,10 @@ def plan(
     )
     longest = models.positions(models.config(model))
     accept(longest is None or length <= longest, "length", length, f"up to {longest}, the positions this model has")
-    gpu, step = machine.gpu(card), dict(model=model, length=length, card=card, padded=True)
+    gpu, step = machine.gpu(card), dict(model=model, length=length, card=card)
     half = "bf16" if gpu.capability and gpu.capability >= (8, 0) else "fp16"
     wanted, options = [], []
-    for recipe in recipes(half):
+    for recipe in recipes(half, models.head_share(model)):
         reasons = {"trains adapters, not all parameters": whole and not recipe.whole,
                    "takes another step than the plain loop": exact and not recipe.exact,
                    f"needs {' and '.join(recipe.needs)}": no_new_dependency and recipe.needs}  # fmt: skip
@@ -187,12 +98,7 @@ class _Largest:
 
     def _with(self, recipe, micro_batch):
         accumulate = 1 if micro_batch == self.effective_batch else 2  # from two on the memory is the same
-        return _predicted(recipe, batch=micro_batch, accumulate=accumulate, **self.step)
-
-
-def _predicted(recipe: Recipe, model: str, **step):
-    choices = recipe.choices | {"optimizer": OPTIMIZERS[recipe.choices.get("optimizer", "adamw")]}
-    return predict.step_memory(model if recipe.whole else partial(_adapted, model), **step, **choices)
+        return predicted(recipe, batch=micro_batch, accumulate=accumulate, **self.step)
 
 
 def _why(one: predict.Prediction, gpu: machine.Gpu) -> str:
@@ -206,10 +112,23 @@ def instead(options: list[Option], model: str, length: int, effective_batch: int
     known = sorted((option for option in options if option.prediction), key=lambda option: option.recipe.operations)
     if not known:
         return "No recipe keeps what was asked for: ask for less."
-    step = dict(model=model, batch=1, length=length, padded=True, accumulate=1 if effective_batch == 1 else 2)
+    step = dict(model=model, batch=1, length=length, accumulate=1 if effective_batch == 1 else 2)
     for gpu in sorted(machine.gpus().values(), key=lambda gpu: gpu.usable):
         for option in known:
             near = gpu.usable >= 0.9 * option.prediction.card_bytes  # a card with other kernels may need less
-            if near and _predicted(option.recipe, card=gpu.name, **step).fits:
+            if near and predicted(option.recipe, card=gpu.name, **step).fits:
                 return f"The smallest card that would do: {gpu.name}, with {option.recipe.name}."
     return f"No card of facts/gpus.toml would do: {known[-1].recipe.name}, {known[-1].why}."
+
+
+def table(options: list[Option]) -> Table:
+    """Of a plan: an option a row."""
+    rows = []
+    for option in options:
+        report = option.prediction
+        rows.append({
+            "recipe": option.recipe.name, "texts at a time": option.micro_batch or "–",
+            "card": size(report.card_bytes) if report else "–", "operations": f"× {option.recipe.operations:.2f}",
+            "lessons": " ".join(option.recipe.lessons), "why not": option.why,
+        })  # fmt: skip
+    return Table(rows)

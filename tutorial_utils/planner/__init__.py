@@ -1,0 +1,7 @@
+"""Which recipe fits? `plan`: those that do, and why the others do not; `panel`: the same with controls."""
+
+from .panel import panel
+from .recipes import OPTIMIZERS, Recipe, predicted, recipes
+from .search import Option, instead, plan, table
+
+__all__ = ["OPTIMIZERS", "Option", "Recipe", "instead", "panel", "plan", "predicted", "recipes", "table"]

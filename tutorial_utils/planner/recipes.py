@@ -1,0 +1,148 @@
+"""Recipes: techniques that go together, for encoders and for decoders, as a prediction takes them."""
+
+import warnings
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from .. import models, predict
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """name; choices: what `predict.step_memory` takes, and the optimizer by its name in OPTIMIZERS.
+
+    lessons: of its techniques; needs: packages beside the course's.
+
+    exact: whether it takes the plain loop's step, but for rounding in fp32. adapters: LoRA's, if not all parameters are
+    trained: over a base of "fp32", "half" or "4 bits". decoder: a causal language model, its loss in chunks.
+    """
+
+    name: str
+    choices: dict
+    lessons: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    exact: bool = False
+    adapters: str | None = None
+    decoder: bool = False
+    head: float = 0.0  # of a decoder: its share of the multiplications
+
+    @property
+    def whole(self) -> bool:
+        """Whether it trains all parameters."""
+        return self.adapters is None
+
+    @property
+    def operations(self) -> float:
+        """To the plain step's, where a forward pass is one of three parts and gradients are two.
+
+        Frozen weights need no gradients of their own; a checkpoint computes the forward pass again, as the loss in
+        chunks does with a decoder's head. Source: lessons 05, 15 and 24, which count them.
+        """
+        again = (1 - self.head) * bool(self.choices.get("checkpointing"))
+        return (3 + self.head + again - (not self.whole)) / (3 + self.head)
+
+
+def recipes(half: str, head: float | None = None) -> list[Recipe]:
+    """All of them, the fewest operations first, of these the fewest techniques.
+
+    half: "fp16" or "bf16". head: of a decoder, its share of the multiplications; None for an encoder.
+    """
+    decoder = head is not None
+    autocast, again = dict(precision=half), dict(checkpointing=1)
+    eight_bit, adafactor = dict(optimizer="adamw8bit"), dict(optimizer="adafactor")
+    bnb, peft, base = ("bitsandbytes",), ("peft",), "half" if decoder else "fp32"
+    every = [
+        Recipe("fp32, AdamW", {}, exact=True),
+        Recipe(f"{half}, AdamW", autocast, ("03",)),
+        Recipe(f"{half}, 8-bit AdamW", autocast | eight_bit, ("03", "04"), bnb),
+        Recipe(f"{half}, Adafactor", autocast | adafactor, ("03", "11")),
+        Recipe("fp32, checkpointing, AdamW", again, ("05",), exact=True),
+        Recipe(f"{half}, checkpointing, AdamW", autocast | again, ("03", "05")),
+        Recipe(f"{half}, checkpointing, 8-bit AdamW", autocast | again | eight_bit, ("03", "04", "05"), bnb),
+        Recipe(f"{half}, checkpointing, Adafactor", autocast | again | adafactor, ("03", "05", "11")),
+        Recipe(f"LoRA, {half}", autocast, ("03", "15"), peft, adapters=base),
+        Recipe(f"LoRA, {half}, checkpointing", autocast | again, ("03", "05", "15"), peft, adapters=base),
+    ]
+    if decoder:
+        name = f"LoRA on 4 bits, {half}, checkpointing"
+        every.append(Recipe(name, autocast | again, ("03", "05", "15"), peft + bnb, adapters="4 bits"))
+        every = [
+            Recipe(**{**vars(one), "lessons": (*one.lessons, "24"), "decoder": True, "head": head}) for one in every
+        ]
+    return sorted(every, key=lambda recipe: (recipe.operations, len(recipe.choices)))
+
+
+def predicted(recipe: Recipe, model: str, batch: int, length: int, **step) -> predict.Prediction:
+    """Of one step. model: a name of facts/models.toml; step: what else `predict.step_memory` takes."""
+    choices = recipe.choices | {"optimizer": OPTIMIZERS[recipe.choices.get("optimizer", "adamw")]}
+    if recipe.decoder:
+        names = ("input_ids", "attention_mask", "labels")
+        text = {name: torch.ones(batch, length, dtype=torch.long) for name in names}
+        choices |= dict(inputs=text, loss=_chunked_loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of checkpointing's older name, which peft asks for
+        return predict.step_memory(partial(_built, model, recipe), batch, length, padded=True, **choices, **step)
+
+
+def _built(name: str, recipe: Recipe):
+    half = torch.float16 if recipe.choices.get("precision") == "fp16" else torch.bfloat16
+    settings = models.config(name, **({} if recipe.adapters in (None, "fp32") else {"dtype": half}))
+    network = models.untrained(settings, causal=recipe.decoder)
+    if recipe.adapters == "4 bits":
+        for part in network.base_model.modules():
+            if type(part) is torch.nn.Linear:
+                predict.pack_4bit(part, half)
+    if recipe.whole:
+        return network
+    # As lesson 15 does it: adapters of rank 8, and a whole head.
+    targets = "all-linear" if recipe.decoder else predict.lora_targets(settings.model_type)
+    from peft import LoraConfig, get_peft_model
+
+    old = {network, network.get_output_embeddings(), *network.base_model.modules()}
+    parts = [(part, at) for at, part in network.named_modules() if list(part.parameters())]
+    head = [at for part, at in parts if part not in old and "." not in at or at.endswith("pooler")]
+    return get_peft_model(network, LoraConfig(r=8, target_modules=targets, modules_to_save=head))
+
+
+def _chunked_loss(model, inputs, chunk=256):
+    """As lesson 24 computes it: the logits of a chunk of tokens at a time."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    hidden = model.base_model(inputs["input_ids"], inputs["attention_mask"])[0].flatten(0, 1)
+    labels = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100).flatten()
+    parts = zip(hidden.split(chunk), labels.split(chunk))
+    again = partial(torch.utils.checkpoint.checkpoint, _sum_of_losses, model.get_output_embeddings())
+    return sum(again(*part, use_reentrant=False) for part in parts) / (labels != -100).sum()
+
+
+def _sum_of_losses(head, hidden, labels):
+    return torch.nn.functional.cross_entropy(head(hidden).float(), labels, reduction="sum")
+
+
+def _trained(model) -> list:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _adamw(model):
+    return torch.optim.AdamW(_trained(model), fused=True)
+
+
+def _adafactor(model):
+    from transformers.optimization import Adafactor
+
+    return Adafactor(_trained(model), lr=1e-3, relative_step=False, scale_parameter=False)
+
+
+def _adamw8bit(model):
+    import bitsandbytes
+
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
+    return bitsandbytes.optim.AdamW8bit(_trained(model))
+
+
+# As lessons 04 and 11 make them.
+OPTIMIZERS = {"adamw": _adamw, "adafactor": _adafactor, "adamw8bit": _adamw8bit}
