@@ -134,7 +134,40 @@ def test_what_is_remembered_changes_nothing(name, monkeypatch):
         remembered = predicted(technique)
         with monkeypatch.context() as patched:
             patched.setattr(predict.fake, "_results", lambda *_: None)
+            patched.setattr(predict.fake, "_known", {})
             assert remembered == predicted(technique), technique
+
+
+def test_what_is_remembered_of_another_type_is_not_taken():
+    """A model's tensors are made of torch's default type, which no argument names."""
+    sizes = dict(num_hidden_layers=1, hidden_size=48, num_attention_heads=4, intermediate_size=96, vocab_size=999)
+    half, full = (models.config("bert-base-uncased", dtype=dtype, **sizes) for dtype in (torch.float16, torch.float32))
+    weights = [
+        predict.step_memory(settings, 2, 16, precision="fp32").parts["weights"] for settings in (full, half, full)
+    ]
+    assert weights[0] == weights[2] > 1.9 * weights[1], weights
+
+
+def test_what_is_split_into_one_part_is_still_split():
+    def loss(model, inputs):
+        hidden = model.base_model(inputs["input_ids"])[0].flatten(0, 1)
+        return sum(part.sum() for part in hidden.split(10_000))
+
+    reports = [predict.step_memory(models.config("bert-base-uncased", **SMALL), 2, 16, loss=loss) for _ in range(2)]
+    assert reports[0].parts == reports[1].parts
+
+
+@pytest.mark.parametrize("name", truth.FAMILIES)
+def test_a_pass_that_is_counted_twice_is_one_that_runs_twice(name):
+    """A limit is held to operations that run: with one, both passes do."""
+    settings = models.config(name, 4, **truth.FAMILIES[name])
+    for technique in [{}, *MORE]:
+        choices = technique | {"optimizer": by_name(technique.get("optimizer", "adamw")), "accumulate": 3}
+        once, twice = (
+            predict.step_memory(settings, 4, 64, padded=True, limit=most, **choices) for most in (None, 2**50)
+        )
+        for part in ("peak", "allocated", "reserved", "parts", "modules"):
+            assert getattr(once, part) == getattr(twice, part), (technique, part)
 
 
 def test_a_step_of_ones_own_with_an_optimizer_in_hooks():

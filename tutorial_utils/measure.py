@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -212,6 +212,18 @@ class Tracker(TorchDispatchMode):
         for block in self._blocks.values():
             block.born = 0
 
+    def again(self):
+        """What has happened, once more, beside the gradients it made: these are born again, added to them, and die."""
+        operations, dead = len(self.phases), {block for _, size, block in self.events if size < 0}
+        made = {block for _, _, block in self.events if block.born and (block in dead or block.role == "gradients")}
+        copies = {block: replace(block, born=block.born + operations) for block in made}
+        for block in made - dead:
+            copies[block].role, copies[block].owner = "temporary", "(backward)"
+        added = [(block.kept, -block.size, block) for block in made - dead]
+        events = sorted(self.events + added, key=lambda event: event[0])
+        self.events += [(number + operations, size, copies[block]) for number, size, block in events if block in made]
+        self.phases += self.phases
+
     def report(self) -> Memory:
         """The peak since the tracker was made, its parts, its modules, and the timeline."""
         totals = list(itertools.accumulate(size for _, size, _ in self.events))
@@ -260,7 +272,7 @@ class Tracker(TorchDispatchMode):
             self.bytes += size
             self.events.append((len(self.phases), size, block))
         elif ROLES.index(role) < ROLES.index(block.role):
-            block.role, block.owner = role, owner or block.owner
+            block.role, block.owner, block.kept = role, owner or block.owner, len(self.phases)
 
     @staticmethod
     def _died(self_reference, key):
@@ -315,4 +327,5 @@ class _Block:
     role: str
     owner: str
     born: int  # the number of the operation
+    kept: int = 0  # and of that by which it took its role, if not when it was born
     reference: object = None

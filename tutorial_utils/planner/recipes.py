@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from .. import models, predict
+from .. import machine, models, predict
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,23 @@ def recipes(half: str, head: float | None = None) -> list[Recipe]:
     return sorted(every, key=lambda recipe: (recipe.operations, len(recipe.choices)))
 
 
-def predicted(recipe: Recipe, model: str, batch: int, length: int, **step) -> predict.Prediction:
-    """Of one step. model: a name of facts/models.toml; step: what else `predict.step_memory` takes."""
-    choices = recipe.choices | {"optimizer": OPTIMIZERS[recipe.choices.get("optimizer", "adamw")]}
+def predicted(recipe: Recipe, model: str, batch: int, length: int, card: str, **step) -> predict.Prediction:
+    """Of one step of the largest kind. model: a name of facts/models.toml; step: what `predict.step_memory` takes."""
+    choices = recipe.choices | {"card": card, "optimizer": OPTIMIZERS[recipe.choices.get("optimizer", "adamw")]}
     if recipe.decoder:
-        names = ("input_ids", "attention_mask", "labels")
-        text = {name: torch.ones(batch, length, dtype=torch.long) for name in names}
+        text = {name: torch.ones(batch, length, dtype=torch.long) for name in ("input_ids", "labels", "attention_mask")}
+        # Without padding there is no mask, and heads that share keys want a kernel that cards before Ampere lack:
+        # attention is then computed plainly, in more memory.
+        if _grouped(models.config(model)) and (machine.gpu(card).capability or (0,)) < (8,):
+            text["attention_mask"] = None
         choices |= dict(inputs=text, loss=_chunked_loss)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of checkpointing's older name, which peft asks for
         return predict.step_memory(partial(_built, model, recipe), batch, length, padded=True, **choices, **step)
+
+
+def _grouped(settings) -> bool:
+    return getattr(settings, "num_key_value_heads", None) not in (None, settings.num_attention_heads)
 
 
 def _built(name: str, recipe: Recipe):

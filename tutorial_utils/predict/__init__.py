@@ -78,8 +78,8 @@ def step_memory(
     batch, length: of one micro-batch; padded: whether the batch holds padding, by which transformers and CUDA
     choose the attention kernel. inputs: the forward's arguments by name, as tensors, in their place.
     Of a mask that it is given nobody looks at the values: without padding, leave it out.
-    accumulate: micro-batches a step; two are executed, the second of which is the most expensive, since it meets
-    the gradients of the first, as all others do.
+    accumulate: micro-batches a step; one is executed, and counted twice: the second is the most expensive, since it
+    meets the gradients of the first, as all others do.
     optimizer: one of OPTIMIZERS over what requires gradients, or a function of the model that returns one; torch's
     default for the device is taken ("foreach" on CUDA) where it does not say.
     precision: "fp32", "bf16" (autocast), "fp16" (autocast with GradScaler), or "bf16-pure" (the weights too).
@@ -131,7 +131,8 @@ def step_memory(
         network = _prepared(network, precision, checkpointing, freeze_layers, lora, prepare)
         if any(isinstance(module, torch.nn.RNNBase) for module in network.modules()):
             raise ValueError("model has recurrent modules, whose memory is in their kernels: not predicted")
-        network.register_forward_pre_hook(lambda *_: setattr(fake, "inside", type(network).__name__))
+        name = type(getattr(network, "get_base_model", lambda: network)()).__name__  # under peft
+        network.register_forward_pre_hook(lambda *_: setattr(fake, "inside", name))
         network.register_forward_hook(lambda *_: setattr(fake, "inside", None), always_call=True)
         chosen = _optimizer(optimizer, network, device)
         if inputs is None:
@@ -147,7 +148,7 @@ def step_memory(
         held = kernels.OnCuda(gpu) if device == "cuda" else kernels.on_cpu
         with measure.Tracker(network, chosen, inputs, limit, held) as tracker:
             if step is None:
-                _step(network, chosen, inputs, precision, accumulate, loss)
+                _step(network, chosen, inputs, precision, accumulate, loss, tracker)
             else:
                 step(network, chosen, inputs)
                 tracker.restart()
@@ -159,13 +160,16 @@ def step_memory(
     return result
 
 
-def _step(network, optimizer, inputs, precision, accumulate, loss_of):
+def _step(network, optimizer, inputs, precision, accumulate, loss_of, tracker):
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
-    for _ in range(min(accumulate, 2)):
+    again = accumulate > 1 and tracker.card is None  # a limit is held to operations that run
+    for _ in range(1 if again else min(accumulate, 2)):
         with torch.autocast("cpu", PRECISIONS[precision], enabled=PRECISIONS[precision] is not None):
             loss, logits = (loss_of(network, inputs), None) if loss_of else _loss(network, inputs)
         scaler.scale(loss / accumulate if accumulate > 1 else loss).backward()
         del logits, loss
+    if again:
+        tracker.again()
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
