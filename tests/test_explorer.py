@@ -157,7 +157,7 @@ def test_the_planner_plans_in_a_browser(lab):
         button = page.get_by_role("button", name="plan", exact=True)
         button.wait_for(timeout=90_000)
         button.click()
-        page.locator("p", has_text="of 10 recipes predicted").wait_for(timeout=60_000)
+        page.locator("p", has_text="of 6 groups of recipes predicted").wait_for(timeout=60_000)
         page.locator("p", has_text="The least work: LoRA, fp16, 16 texts at a time.").wait_for(timeout=120_000)
         assert page.locator(".jp-OutputArea-output table tbody tr").count() == 10
 

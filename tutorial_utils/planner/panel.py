@@ -35,10 +35,10 @@ def panel(model: str = "bert-large-uncased", card: str = "Tesla T4", length: int
     def say(text):
         verdict.update({"text/html": f"<p>{html.escape(text)}</p>", "text/plain": text}, raw=True)
 
-    def with_progress(function, recipes):
-        for number, recipe in enumerate(recipes):
-            say(f"{number} of {len(recipes)} recipes predicted")
-            yield function(recipe)
+    def with_progress(function, groups):
+        for number, group in enumerate(groups):
+            say(f"{number} of {len(groups)} groups of recipes predicted")
+            yield function(group)
 
     def show(_):
         asked = {name: control.value for name, control in controls.items()}

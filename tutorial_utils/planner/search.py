@@ -51,18 +51,20 @@ def plan(
     accept(longest is None or length <= longest, "length", length, f"up to {longest}, the positions this model has")
     gpu, step = machine.gpu(card), dict(model=model, length=length, card=card)
     half = "bf16" if gpu.capability and gpu.capability >= (8, 0) else "fp16"
-    wanted, options = [], []
+    options, alike = {}, {}  # alike: but for the optimizer
     for recipe in recipes(half, models.head_share(model)):
         reasons = {"trains adapters, not all parameters": whole and not recipe.whole,
                    "takes another step than the plain loop": exact and not recipe.exact,
                    f"needs {' and '.join(recipe.needs)}": no_new_dependency and recipe.needs}  # fmt: skip
         against = [reason for reason, holds in reasons.items() if holds]
-        options.append(Option(recipe, why="; ".join(against)))
+        options[recipe.name] = Option(recipe, why="; ".join(against))
         if not against:
-            wanted.append(recipe)
-    found = {option.recipe.name: option for option in each(_Largest(step, effective_batch, gpu), wanted)}
-    options = [found.get(option.recipe.name, option) for option in options]
-    return sorted(options, key=lambda option: bool(option.why))
+            others = {**recipe.choices, "optimizer": None, "adapters": recipe.adapters}
+            alike.setdefault(str(sorted(others.items())), []).append(recipe)
+    longest_first = sorted(alike.values(), key=lambda some: (len(some), some[0].operations), reverse=True)
+    for found in each(_Largest(step, effective_batch, gpu), longest_first):
+        options |= {option.recipe.name: option for option in found}
+    return sorted(options.values(), key=lambda option: bool(option.why))
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,19 @@ class _Largest:
     effective_batch: int
     gpu: machine.Gpu
 
-    def __call__(self, recipe: Recipe) -> Option:
+    def __call__(self, recipes: list[Recipe]) -> list[Option]:
+        found = [self._option(recipes[0], 1)]
+        for recipe in recipes[1:]:  # what fits beside AdamW's state fits beside a smaller one
+            found.append(self._option(recipe, found[0].micro_batch or 1))
+        return found
+
+    def _option(self, recipe: Recipe, best: int) -> Option:
+        """best: a micro-batch to begin with, which is likely to fit."""
+        known = {best: self._with(recipe, best)}
+        if not known[best].fits:
+            return self._option(recipe, 1) if best > 1 else Option(recipe, 0, known[1], _why(known[1], self.gpu))
         sizes = [n for n in range(self.effective_batch, 0, -1) if self.effective_batch % n == 0]
-        known = {1: self._with(recipe, 1)}
-        if not known[1].fits:
-            return Option(recipe, 0, known[1], _why(known[1], self.gpu))
-        best, too_many = 1, sizes[0] + 1
+        too_many = sizes[0] + 1
         while wanted := [n for n in sizes if best < n < too_many and self._at_least(known, n) <= self.gpu.usable]:
             n = next((n for n in wanted if self._guessed(known[best], best, n) <= self.gpu.usable), wanted[-1])
             known[n] = self._with(recipe, n)
@@ -89,9 +98,9 @@ class _Largest:
         """Bytes of the card: a peak is the highest of many lines, and so above the line through two peaks before it."""
         below = sorted(size for size in known if size < n)[-2:]
         (first, one), (last, two) = ((size, known[size]) for size in (below[0], below[-1]))
-        of_a_text = (two.peak - one.peak) / (last - first) if first < last else one.parts["activations"] / 2
+        line = (two.peak - one.peak) / (last - first) if first < last else one.parts["activations"] / last / 2
         kept = two.parts["gradients"] if n == self.effective_batch else 0  # of the micro-batches before
-        return two.peak + of_a_text * (n - last) - kept + predict.context(self.gpu)
+        return two.peak + line * (n - last) - kept + predict.context(self.gpu)
 
     def _guessed(self, report: predict.Prediction, of: int, n: int) -> float:
         return report.card_bytes + report.parts["activations"] / of * (n - of)
