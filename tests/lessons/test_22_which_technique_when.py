@@ -122,7 +122,7 @@ def test_steps_in_backward(batch):
     assert wrong_together(model, optimizer, loss_of, batch, scaler=off) == {}
     for options in ({"steps": 2}, {"scaler": on}):
         ((said, found),) = wrong_together(model, optimizer, loss_of, batch, **options).items()
-        assert said.startswith("steps in backward") and len(found) == len(list(model.parameters()))
+        assert said.startswith("steps in the backward pass") and len(found) == len(list(model.parameters()))
 
 
 def test_an_optimizer_that_was_built_too_early(batch):
