@@ -17,19 +17,10 @@ NO_GRADIENT, NOT_HANDED = "trained, but no gradient reaches it", "trained, but n
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ('(loss * size / len(inputs["labels"])).backward()', "loss.backward()"),
-        ("optimizer.param_groups, p.grad = groups, None", "optimizer.param_groups = groups"),
-        ("return torch.from_numpy(kept).clone()", "return torch.from_numpy(kept) * 1.001"),
         ("with torch.random.fork_rng(range(torch.cuda.device_count())):", "if True:"),
         ("torch.autograd.grad(loss, [*trained], allow_unused=True)", "loss.backward() or [p.grad for p in trained]"),
     ],
-    ids=[
-        "micro-batches are summed up",
-        "hooks keep their gradients",
-        "offloaded values change",
-        "the check draws random numbers",
-        "the check leaves gradients",
-    ],
+    ids=["the check draws random numbers", "the check leaves gradients"],
 )
 def test_proof_can_fail(old, new):
     proof_fails(LESSON, old, new)
@@ -50,14 +41,21 @@ def cells_for(name):
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [
-        ("pitfall-micro-batches", "p.register_post_accumulate_grad_hook(", "len(("),
+        ("exact", '(loss * size / len(inputs["labels"])).backward()', "loss.backward()"),
+        ("exact", "optimizer.param_groups, p.grad = groups, None", "optimizer.param_groups = groups"),
+        ("exact", "return torch.from_numpy(kept).clone()", "return torch.from_numpy(kept).roll(1)"),
+        ("pitfall-micro-batches", "step_in_backward(optimizer) if hooked else optimizer", "optimizer"),
         ("pitfall-reentrant", "use_reentrant=reentrant", "use_reentrant=False"),
-        ("pitfall-scaler", 'optimizer_of(model, {"step in backward"})', "optimizer_of(model, ())"),
+        (
+            "pitfall-scaler",
+            'step_in_backward(OPTIMIZERS["adamw"](model := fresh()))',
+            'OPTIMIZERS["adamw"](model := fresh())',
+        ),
         ("pitfall-early", "if early else None", "if False else None"),
         ("offloading", "    if checkpointed:", "    if False:"),
     ],
 )
-def test_the_pitfalls_can_fail(name, old, new):
+def test_the_evidence_can_fail(name, old, new):
     if name == "pitfall-early":
         pytest.importorskip("peft")
     *before, last = cells_for(name)
@@ -65,7 +63,7 @@ def test_the_pitfalls_can_fail(name, old, new):
     namespace = {}
     for code in before:
         run(code.replace(old, new), namespace)
-    with pytest.raises((AssertionError, TypeError)):
+    with pytest.raises(AssertionError):
         run(last.replace(old, new), namespace)
 
 
@@ -176,7 +174,7 @@ def test_in_a_strangers_competition(stranger_files, monkeypatch, capsys):
     checked = strangers.competition(stranger_files, monkeypatch, CHECK, after_line)
     (before, submission), (after, submitted) = plain.main(), checked.main()
     pooler = ["model.pooler.dense.bias", "model.pooler.dense.weight"]
-    assert checked.FOUND == [{NO_GRADIENT: pooler}] and equal(before, after) and submission.equals(submitted)
+    assert [{NO_GRADIENT: pooler}] == checked.FOUND and equal(before, after) and submission.equals(submitted)
     for reentrant, layers in (("True", 64), ("False", 0)):
         edits = {"self.pool = MeanPooling()": REENTRANT.replace("REENTRANT", reentrant)}
         broken = strangers.competition(stranger_files, monkeypatch, CHECK, edits | after_line)
@@ -193,16 +191,16 @@ def test_in_a_strangers_decoder(stranger_files, capsys):
     line = "loss = model(**batch).loss\n        loss.backward()"
     call = CALL.format(loss_of="lambda model, batch: model(**batch).loss", batch="batch", more="")
     late = "scheduler = torch.optim.lr_scheduler.CosineAnnealingLR("
-    plain, checked, broken = (
+    plain = strangers.load("decoder")
+    checked, broken = (
         strangers.load("decoder", CHECK, {line: call + line} | edits)
-        for edits in ({}, {}, {late: f"model.resize_token_embeddings(9000)\n    {late}"})
+        for edits in ({}, {late: f"model.resize_token_embeddings(9000, mean_resizing=False)\n    {late}"})
     )
     files = [stranger_files / name for name in ("llama", "bert", "train.jsonl", "valid.jsonl")]
-    plain.wrong_together = lambda *_: None
     before, after, _ = (script.main(*files) for script in (plain, checked, broken))
     assert checked.FOUND == [{}] and equal(before, after)
     (found,) = {str(one) for one in broken.FOUND}
-    assert NOT_HANDED in found and "embed_tokens" in found and "no longer in the model" in found
+    assert NOT_HANDED in found and "lm_head" in found and "no longer in the model" in found
 
 
 @pytest.mark.parametrize("claim", LESSON.course["claims"].values(), ids=list(LESSON.course["claims"]))
