@@ -9,6 +9,7 @@ import json
 import logging
 import multiprocessing
 import sys
+import textwrap
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--model", required=True, help=f"one of {', '.join(models.names())}")
     options.add_argument("--card", required=True, help='a GPU of facts/gpus.toml, a word of one, or "6 GiB"')
     options.add_argument("--length", required=True, type=int, help="tokens of the longest text")
-    options.add_argument("--effective-batch", type=int, default=32, help="texts of one optimizer step")
+    options.add_argument("--effective-batch", type=int, default=32, help="texts of one optimizer step; 32 by default")
     options.add_argument("--all-parameters", action="store_true", help="all are trained: no adapters")
     options.add_argument("--exact", action="store_true", help="the plain loop's step: fp32, AdamW")
     options.add_argument("--no-new-dependency", action="store_true", help="neither bitsandbytes nor peft")
@@ -115,7 +116,8 @@ def _sorted(imports: set[str]) -> str:
     for module, found in sorted(named.items()):
         line = f"from {module} import {', '.join(sorted(found))}"
         if len(line) > 100:
-            line = f"from {module} import (\n    " + ",\n    ".join(sorted(found)) + ",\n)"
+            within = textwrap.fill(", ".join(sorted(found)) + ",", 100, initial_indent="    ", subsequent_indent="    ")
+            line = f"from {module} import (\n{within}\n)"
         groups[module.partition(".")[0] not in sys.stdlib_module_names].append(line)
     return "\n\n".join("\n".join(group) for group in groups if group)
 
@@ -154,6 +156,9 @@ def main(arguments: list[str] | None = None):
     if given.json:
         print(json.dumps([row(option) for option in options], indent=2))
         return
+    gpu = machine.gpu(given.card)
+    print(f"{given.model}, texts of {given.length} tokens, {given.effective_batch} a step, on {gpu.name}, which gives "
+          f"{size(gpu.usable)}. Operations are beside the plain step's; in half precision they are faster.\n")  # fmt: skip
     print(planner.table(options))
     if not fitting:
         print(planner.instead(options, **asked))

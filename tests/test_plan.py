@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pandas
 import plan
 import pytest
@@ -157,6 +158,10 @@ def test_a_script_learns_and_goes_on_to_the_same_weights(recipe, folder, monkeyp
     else:
         assert max(scores) > 0.45, f"accuracy {scores}: a quarter is chance"
     expected = pandas.read_csv(folder / "out.csv")
+    if not recipe.decoder:
+        held = pandas.read_csv(folder / "held_out.csv")
+        guessed = held.filter(like="p_").idxmax(axis=1).str.removeprefix("p_")
+        assert (guessed == held.label).mean() == pytest.approx(np.mean([max(scores[:2]), max(scores[2:])]), abs=1e-4)
     (folder / "out.csv").unlink()
 
     again, kept = loaded(recipe, folder), []
@@ -179,6 +184,48 @@ def test_a_script_learns_and_goes_on_to_the_same_weights(recipe, folder, monkeyp
     found = pandas.read_csv(folder / "out.csv")
     assert found.id.tolist() == list(range(40)), "the rows' order"
     pandas.testing.assert_frame_equal(found, expected, rtol=1e-6)
+
+
+def small_run(recipe, folder):
+    made = loaded(recipe, folder, epochs=1)
+    made["main"]()
+    return pandas.read_csv(folder / "out.csv", keep_default_na=False)
+
+
+@pytest.mark.parametrize("recipe", [of("fp32, AdamW"), of("fp32, AdamW", True)], ids=["encoder", "decoder"])
+def test_what_a_folder_holds_is_of_these_data_and_settings(recipe, folder, capsys):
+    """Else the rows of one file would get the answers of another."""
+    first = small_run(recipe, folder)
+    trained = capsys.readouterr().out.count("epoch 1 of 1")
+    small_run(recipe, folder)
+    assert capsys.readouterr().out.count("epoch 1 of 1") == 0 and trained == 2
+    test = pandas.read_csv(folder / "test.csv")
+    test[::-1].to_csv(folder / "test.csv", index=False)
+    turned = small_run(recipe, folder)
+    assert capsys.readouterr().out.count("epoch 1 of 1") == 2
+    pandas.testing.assert_frame_equal(turned[::-1].reset_index(drop=True), first, rtol=1e-3)
+
+
+@pytest.mark.parametrize("recipe", [of("fp32, AdamW"), of("fp32, AdamW", True)], ids=["encoder", "decoder"])
+def test_blanks_and_missing_columns(recipe, folder):
+    text, answer = ("prompt", "completion") if recipe.decoder else ("text", "label")
+    train, test = (pandas.read_csv(folder / name) for name in ("train.csv", "test.csv"))
+    train.loc[3, text], test.loc[5, text] = None, None
+    train[answer] = train[answer].replace(train[answer][0], "None")
+    train.to_csv(folder / "train.csv", index=False)
+    test.to_csv(folder / "test.csv", index=False)
+    found = small_run(recipe, folder)
+    assert found.id.tolist() == list(range(40)) and found[text][5] == ""
+    assert recipe.decoder or "p_None" in found
+    test.rename(columns={text: "Text"}).to_csv(folder / "test.csv", index=False)
+    with pytest.raises(ValueError, match=f"test.csv has no column .*{text}"):
+        small_run(recipe, folder)
+    if not recipe.decoder:
+        train.loc[7, answer] = None
+        train.to_csv(folder / "train.csv", index=False)
+        test.to_csv(folder / "test.csv", index=False)
+        with pytest.raises(ValueError, match="train.csv has rows without a label"):
+            small_run(recipe, folder)
 
 
 def test_the_command_writes_a_script(tmp_path, capsys):

@@ -45,7 +45,7 @@ class Recipe:
 
 
 def recipes(half: str, head: float | None = None) -> list[Recipe]:
-    """All of them, the fewest operations first, of these the fewest techniques.
+    """All of them, the fewest operations first, of these half precision first, of these the fewest techniques.
 
     half: "fp16" or "bf16". head: of a decoder, its share of the multiplications; None for an encoder.
     """
@@ -71,7 +71,7 @@ def recipes(half: str, head: float | None = None) -> list[Recipe]:
         every = [
             Recipe(**{**vars(one), "lessons": (*one.lessons, "24"), "decoder": True, "head": head}) for one in every
         ]
-    return sorted(every, key=lambda recipe: (recipe.operations, len(recipe.choices)))
+    return sorted(every, key=lambda one: (one.operations, "precision" not in one.choices, len(one.choices)))
 
 
 def predicted(recipe: Recipe, model: str, batch: int, length: int, card: str, **step) -> predict.Prediction:

@@ -137,7 +137,8 @@ def table(options: list[Option]) -> Table:
         report = option.prediction
         rows.append({
             "recipe": option.recipe.name, "texts at a time": option.micro_batch or "–",
-            "card": size(report.card_bytes) if report else "–", "operations": f"× {option.recipe.operations:.2f}",
+            "card, at most": size(report.card_bytes) if report else "–",
+            "operations": f"× {option.recipe.operations:.2f}",
             "lessons": " ".join(option.recipe.lessons), "why not": option.why,
         })  # fmt: skip
     return Table(rows)
