@@ -5,6 +5,7 @@
 
 import argparse
 import ast
+import gc
 import json
 import logging
 import multiprocessing
@@ -157,8 +158,8 @@ def main(arguments: list[str] | None = None):
         print(json.dumps([row(option) for option in options], indent=2))
         return
     gpu = machine.gpu(given.card)
-    print(f"{given.model}, texts of {given.length} tokens, {given.effective_batch} a step, on {gpu.name}, which gives "
-          f"{size(gpu.usable)}. Operations are beside the plain step's; in half precision they are faster.\n")  # fmt: skip
+    print(f"{given.model}, texts of {given.length} tokens, {given.effective_batch} a step, on {gpu.name}, which gives")
+    print(f"{size(gpu.usable)}. Operations are beside the plain step's; in half precision they are faster.\n")
     print(planner.table(options))
     if not fitting:
         print(planner.instead(options, **asked))
@@ -167,4 +168,5 @@ def main(arguments: list[str] | None = None):
 
 
 if __name__ == "__main__":
+    gc.disable()  # a fifth of the time: what is predicted is small, and the command short
     main()

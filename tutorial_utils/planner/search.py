@@ -4,7 +4,10 @@ The memory of each is predicted, for the largest micro-batch that fits.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+
+import torch
 
 from .. import machine, models, predict
 from ..check import accept
@@ -90,8 +93,10 @@ class _Largest:
         too_many = sizes[0] + 1
         while wanted := [n for n in sizes if best < n < too_many and self._at_least(known, n) <= self.gpu.usable]:
             n = next((n for n in wanted if self._guessed(known[best], best, n) <= self.gpu.usable), wanted[-1])
-            known[n] = self._with(recipe, n)
-            best, too_many = (n, too_many) if known[n].fits else (best, n)
+            if (report := self._with(recipe, n)) and report.fits:
+                best, known[n] = n, report
+            else:
+                too_many = n
         return Option(recipe, best, known[best])
 
     def _at_least(self, known: dict[int, predict.Prediction], n: int) -> float:
@@ -106,6 +111,12 @@ class _Largest:
         return report.card_bytes + report.parts["activations"] / of * (n - of)
 
     def _with(self, recipe, micro_batch):
+        """None, soon, where a whole batch of more than one text needs too much; else the prediction."""
+        if 1 < micro_batch == self.effective_batch:
+            with suppress(torch.OutOfMemoryError):
+                room = self.gpu.usable - predict.context(self.gpu)
+                return predicted(recipe, batch=micro_batch, limit=room, **self.step)
+            return None
         accumulate = 1 if micro_batch == self.effective_batch else 2  # from two on the memory is the same
         return predicted(recipe, batch=micro_batch, accumulate=accumulate, **self.step)
 
