@@ -46,6 +46,14 @@ def test_a_page_without_widgets_keeps_verdict_and_picture():
     assert picture["image/png"].startswith("iVBOR")
 
 
+def test_a_page_without_widgets_says_what_the_planners_controls_do():
+    lesson = json.loads((ROOT / "notebooks" / "22_which_technique_when.ipynb").read_text())
+    (cell,) = (cell for cell in lesson["cells"] if "planner.panel()" in "".join(cell["source"]))
+    controls, verdict, found = (output["data"] for output in cell["outputs"])
+    assert "Run this cell in Jupyter" in "".join(controls["text/html"])
+    assert "".join(verdict["text/html"]) == "<p>Choose, and press plan.</p>" and not "".join(found["text/plain"])
+
+
 def test_the_committed_lesson_shows_it_without_widgets():
     lesson = json.loads((ROOT / "notebooks" / "00_memory_anatomy.ipynb").read_text())
     (cell,) = (cell for cell in lesson["cells"] if "explorer.panel()" in "".join(cell["source"]))

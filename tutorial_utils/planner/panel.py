@@ -54,4 +54,6 @@ def panel(model: str = "bert-large-uncased", card: str = "Tesla T4", length: int
         finally:
             button.disabled = False
 
+    say("Choose, and press plan.")
+    found.update({"text/html": "", "text/plain": ""}, raw=True)
     button.on_click(show)
