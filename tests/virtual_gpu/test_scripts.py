@@ -34,7 +34,7 @@ def made(name, num_labels=2, dtype=torch.float32, quantization_config=None, **_)
 
 of["AutoModelForCausalLM" if recipe.decoder else "AutoModelForSequenceClassification"].from_pretrained = made
 of["save_file"] = lambda weights, path: path.touch()
-of["Files"].load = of["Files"].keep = lambda *_: None
+of["load_file"], of["Files"].keep = lambda path: {}, lambda *_: None
 of["np"].savez = lambda *_, **__: None
 lengths = 4 * BATCH * [128] if recipe.decoder else 2 * BATCH * [128, 127]  # the largest kind of batch
 rows = [{"input_ids": length * [1], "attention_mask": length * [1]} for length in lengths]
