@@ -11,7 +11,6 @@ import logging
 import multiprocessing
 import sys
 import textwrap
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -144,8 +143,8 @@ def main(arguments: list[str] | None = None):
     asked = dict(model=given.model, card=given.card, length=given.length, effective_batch=given.effective_batch)
     limits = dict(whole=given.all_parameters, exact=given.exact, no_new_dependency=given.no_new_dependency)
     try:
-        with ProcessPoolExecutor(mp_context=multiprocessing.get_context("fork")) as pool:
-            options = planner.plan(**asked, **limits, each=pool.map)
+        with multiprocessing.get_context("fork").Pool() as pool:  # which an interrupt ends at once
+            options = planner.plan(**asked, **limits, each=pool.imap)
         fitting = [option for option in options if not option.why]
         chosen = [option for option in fitting if given.recipe in (None, option.recipe.name)]
         if given.script and not chosen:

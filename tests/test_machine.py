@@ -28,9 +28,12 @@ def test_this_machine():
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN is told to do without instructions of x86")
-@pytest.mark.parametrize(("instructions", "backend"), [("AVX512_CORE", "cpu-slow-bf16"), ("AVX2", "cpu-other")])
-def test_the_class_of_a_cpu_is_that_of_its_bf16(instructions, backend):
-    if backend == "cpu-slow-bf16" and torch.backends.cpu.get_cpu_capability() != "AVX512":
+@pytest.mark.parametrize(
+    ("instructions", "backends"), [("AVX512_CORE", ("cpu-slow-bf16", "cpu-other")), ("AVX2", ("cpu-other",))]
+)
+def test_the_class_of_a_cpu_is_that_of_its_bf16(instructions, backends):
+    """Without its instructions for bf16 a processor is slower with it, by how much is its own."""
+    if instructions != "AVX2" and torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("this processor emulates bf16 whatever it is told")
     code = (
         "import dataclasses; from tutorial_utils import machine; here = machine.facts(); "
@@ -38,7 +41,7 @@ def test_the_class_of_a_cpu_is_that_of_its_bf16(instructions, backend):
     )
     known = {**os.environ, "PYTHONPATH": str(ROOT), "ONEDNN_MAX_CPU_ISA": instructions}
     done = subprocess.run([sys.executable, "-c", code], env=known, capture_output=True, text=True, check=True)
-    assert done.stdout.split()[0] == backend, done.stdout
+    assert done.stdout.split()[0] in backends, done.stdout
 
 
 @pytest.mark.alone

@@ -365,7 +365,7 @@ def _bf16_time() -> float:
         matrix @ matrix
         return time.perf_counter() - started
 
-    full = torch.ones(256, 256)
+    full = torch.ones(512, 512)
     rounds = [(seconds(full.bfloat16()), seconds(full)) for _ in range(8)]
     half, whole = map(min, zip(*rounds))
     return half / whole
