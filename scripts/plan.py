@@ -137,14 +137,19 @@ def row(option: planner.Option) -> dict:
     }
 
 
+def in_processes(function, groups):
+    """A `map`. The processes begin with what has been imported until then; an interrupt ends them at once."""
+    with multiprocessing.get_context("fork").Pool() as pool:
+        yield from pool.imap(function, groups)
+
+
 def main(arguments: list[str] | None = None):
     given = parser().parse_args(arguments)
     logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)  # of a 4-bit kernel that no recipe uses here
     asked = dict(model=given.model, card=given.card, length=given.length, effective_batch=given.effective_batch)
     limits = dict(whole=given.all_parameters, exact=given.exact, no_new_dependency=given.no_new_dependency)
     try:
-        with multiprocessing.get_context("fork").Pool() as pool:  # which an interrupt ends at once
-            options = planner.plan(**asked, **limits, each=pool.imap)
+        options = planner.plan(**asked, **limits, each=in_processes)
         fitting = [option for option in options if not option.why]
         chosen = [option for option in fitting if given.recipe in (None, option.recipe.name)]
         if given.script and not chosen:
@@ -169,3 +174,4 @@ def main(arguments: list[str] | None = None):
 if __name__ == "__main__":
     gc.disable()  # a fifth of the time: what is predicted is small, and the command short
     main()
+    gc.freeze()  # nor is half a second spent on a last look at what was imported

@@ -287,6 +287,13 @@ def test_there_were_enough():
         assert len(ran) >= 2000, f"{len(ran)} cases"
 
 
+def hooked(model):
+    optimizer = torch.optim.SGD(model.parameters())
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("call", "named"),
     [
@@ -299,6 +306,10 @@ def test_there_were_enough():
         (lambda: measure.timing({"a": print}, rounds=True), "rounds was True"),
         (lambda: predict.step_memory(lambda: 3, 1, 8), "what model returned was 3"),
         (lambda: predict.step_memory("tiny", 1, 8, optimizer=torch.optim.SGD), "optimizer was <class"),
+        (lambda: predict.step_memory("tiny", 1, 8, optimizer=[]), "optimizer was []"),
+        (lambda: predict.step_memory("tiny", 1, 8, optimizer=["adamw", "sgdw"]), "optimizer was ['adamw', 'sgdw']"),
+        (lambda: predict.step_memory("tiny", 1, 8, optimizer=["sgd"] * 2, limit=9), "without a limit"),
+        (lambda: predict.step_memory("tiny", 1, 8, optimizer=[hooked, hooked]), "steps in the backward pass"),
         (lambda: models.build("tiny", 2, hidden_act="nope"), "hidden_act was 'nope'; accepted: gelu"),
         (lambda: models.build("tiny", 2, max_position_embeddings=-1), "max_position_embeddings was -1"),
         (lambda: models.build("gpt2", 2, n_layer=-1), "n_layer was -1"),

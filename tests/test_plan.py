@@ -116,11 +116,11 @@ def test_the_largest_micro_batch_is_asked_for(monkeypatch):
     """By a machine on which a text needs 1 GiB, and the step of the optimizer as much as four."""
     GiB, asked = 2**30, []
 
-    def predicted(recipe, batch, **_):
+    def predicted(recipes, batch, **_):
         asked.append(batch)
         peak = GiB * max(4, batch)
         parts = {"weights": 0, "optimizer state": 0, "gradients": 0, "activations": GiB * batch}
-        return predict.Prediction(peak, parts, [], [], card_bytes=peak + GiB, fits=peak <= 13 * GiB)
+        return [predict.Prediction(peak, parts, [], [], card_bytes=peak + GiB, fits=peak <= 13 * GiB) for _ in recipes]
 
     monkeypatch.setattr(planner.search, "predicted", predicted)
     options = planner.plan(model="tiny", card="T4", length=64, effective_batch=24, exact=True)

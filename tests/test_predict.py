@@ -170,6 +170,20 @@ def test_a_pass_that_is_counted_twice_is_one_that_runs_twice(name):
             assert getattr(once, part) == getattr(twice, part), (technique, part)
 
 
+@pytest.mark.parametrize("name", truth.FAMILIES)
+def test_one_pass_for_several_optimizers_is_as_good_as_one_for_each(name):
+    settings = models.config(name, 4, **truth.FAMILIES[name])
+    several = ["adafactor", "adamw", "adamw8bit", "sgd"]
+    for choices in ({}, {"precision": "fp16", "checkpointing": 1, "accumulate": 2, "card": "T4"}, {"device": "cpu"}):
+        choices |= dict(batch=4, length=64, padded=True)
+        together = predict.step_memory(settings, optimizer=[*map(by_name, several)], **choices)
+        for optimizer, one in zip(several, together):
+            alone = predict.step_memory(settings, optimizer=by_name(optimizer), **choices)
+            for part in ("peak", "parts", "allocated", "reserved", "card_bytes", "fits", "modules"):
+                assert getattr(one, part) == getattr(alone, part), (choices, optimizer, part)
+            assert alone.timeline[-1][1] == one.timeline[-1][1] == 0, "gradients are freed at the end"
+
+
 def test_a_step_of_ones_own_with_an_optimizer_in_hooks():
     """Gradients are used and dropped in the backward pass; the step names "cuda", and reads the loss."""
 

@@ -5,6 +5,7 @@ many tensors view it. Its peak over a step is the figure that every lesson repor
 """
 
 import collections.abc
+import copy
 import gc
 import itertools
 import re
@@ -128,7 +129,8 @@ class Tracker(TorchDispatchMode):
     that becomes a gradient counts as a gradient from its birth.
     """
 
-    def __init__(self, model, optimizer=None, inputs=(), card: int | None = None, held: Callable | None = None):
+    def __init__(self, model, optimizer=None, inputs=(), card: int | None = None, held: Callable | None = None,
+                 run: Callable = lambda func, args, kwargs: func(*args, **kwargs)):  # fmt: skip
         super().__init__()
         accept(card is None or type(card) is int and card >= 1, "card", card, 'bytes, such as machine.card("Tesla T4")')
         if hasattr(model, "_orig_mod") or any(module._compiled_call_impl for module in model.modules()):
@@ -136,6 +138,7 @@ class Tracker(TorchDispatchMode):
         self.model, self.optimizer, self.card = model, optimizer, card
         self.device = next(model.parameters()).device
         # operation, arguments and its number → what its kernel holds besides its results
+        self.run = run
         self.held = held or (kernels.on_cpu if self.device.type == "cpu" else lambda *_: ())
         self.bytes = 0
         self._blocks = {}  # address of a live storage → _Block
@@ -170,6 +173,7 @@ class Tracker(TorchDispatchMode):
             self._handles.append(self.optimizer.register_step_post_hook(self._step_ended))
         self._saved = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self._saved.__enter__()
+        self._recording = True
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -193,11 +197,12 @@ class Tracker(TorchDispatchMode):
                 return kernel(*args, **(kwargs or {}))
             finally:
                 super().__exit__(None, None, None)
-        result = func(*args, **(kwargs or {}))
+        result = self.run(func, args, kwargs or {})
         self.phases.append("optimizer" if self._stepping else "backward" if in_backward else "forward")
         # Gradients are off in backward, unless checkpointing computes the forward pass again.
         role = "activations" if in_backward and torch.is_grad_enabled() else "temporary"
-        made = tree_leaves(args if result is None else result)  # of lists, in place
+        one = isinstance(result, torch.Tensor)
+        made = [result] if one else tree_leaves(args if result is None else result)  # of lists, in place
         for tensor in reversed(made) if func in kernels.LAST_FIRST else made:
             self._mark(tensor, role, func)
         inside = self.held(func, args, len(self.phases))
@@ -223,6 +228,31 @@ class Tracker(TorchDispatchMode):
         events = sorted(self.events + added, key=lambda event: event[0])
         self.events += [(number + operations, size, copies[block]) for number, size, block in events if block in made]
         self.phases += self.phases
+
+    def beside(self, optimizer) -> "Tracker":
+        """One that goes on from here with another optimizer, as if its state had been there in place of this one's."""
+        other = copy.copy(self)
+        TorchDispatchMode.__init__(other)
+        copies = {block: replace(block) for block in self._blocks.values() if block.role != "optimizer state"}
+        other._blocks = {key: copies[block] for key, block in self._blocks.items() if block in copies}
+        for key, block in other._blocks.items():
+            other._watch(key, block, block.reference())
+        other.optimizer, other.events, other.phases = optimizer, [], []
+        other._mark_state()
+        gone = set(self._blocks.values()) - copies.keys()
+        events = [(number, size, copies.get(block, block)) for number, size, block in self.events if block not in gone]
+        start = sum(not number for number, _, _ in events)
+        other.events = events[:start] + other.events + events[start:]
+        other.phases = [*self.phases]
+        other.bytes = sum(block.size for block in other._blocks.values())
+        return other
+
+    def freed(self, tensors):
+        """Take these for dead, though they live on for a tracker beside this one."""
+        for tensor in tensors:
+            if tensor is not None:
+                self._died(weakref.ref(self), tensor.untyped_storage()._cdata)
+        self.phases.append("optimizer")
 
     def report(self) -> Memory:
         """The peak since the tracker was made, its parts, its modules, and the timeline."""
@@ -265,14 +295,16 @@ class Tracker(TorchDispatchMode):
                 raise torch.OutOfMemoryError(self._out_of_memory(size, func))
             outside = f"({self.phases[-1] if self.phases else 'start'})"
             owner = owner or (self._inside[-1] if self._inside else outside)
-            block = _Block(size, role, owner, len(self.phases))
-            key, self_reference = storage._cdata, weakref.ref(self)
-            block.reference = weakref.ref(storage, lambda _: Tracker._died(self_reference, key))
-            self._blocks[key] = block
+            block = self._blocks[storage._cdata] = _Block(size, role, owner, len(self.phases))
+            self._watch(storage._cdata, block, storage)
             self.bytes += size
             self.events.append((len(self.phases), size, block))
         elif ROLES.index(role) < ROLES.index(block.role):
             block.role, block.owner, block.kept = role, owner or block.owner, len(self.phases)
+
+    def _watch(self, key, block, storage):
+        self_reference = weakref.ref(self)
+        block.reference = weakref.ref(storage, lambda _: Tracker._died(self_reference, key))
 
     @staticmethod
     def _died(self_reference, key):

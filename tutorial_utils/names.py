@@ -3,6 +3,7 @@
 Copied cells do without this room: they hold on every version by themselves.
 """
 
+from . import packages
 from .check import accept
 
 
@@ -56,3 +57,11 @@ def group_by_length() -> dict:
 
     newer = "train_sampling_strategy" in TrainingArguments.__dataclass_fields__
     return {"train_sampling_strategy": "group_by_length"} if newer else {"group_by_length": True}
+
+
+def lora_targets(model_type: str) -> list[str]:
+    """The linear layers that peft adapts by default, of an architecture by its name in transformers."""
+    packages.hide_old_torchao()
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
+
+    return KNOWN.get(model_type, ["Wqkv", "q_lin", "v_lin"])  # ModernBERT's, DistilBERT's

@@ -14,7 +14,7 @@ from tutorial_utils import data, models, planner
 
 recipe = next(one for one in planner.recipes("fp16", models.head_share(MODEL)) if one.name == NAME)
 asked = dict(model=MODEL, card="T4", length=128)
-found = planner.predicted(recipe, batch=BATCH, accumulate=2, **asked)
+(found,) = planner.predicted([recipe], batch=BATCH, accumulate=2, **asked)
 of = {"__name__": "train"}
 exec(plan.script(planner.Option(recipe, BATCH, found), effective_batch=2 * BATCH, **asked), of)
 of["CFG"].epochs = 1

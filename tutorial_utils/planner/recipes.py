@@ -74,9 +74,14 @@ def recipes(half: str, head: float | None = None) -> list[Recipe]:
     return sorted(every, key=lambda one: (one.operations, "precision" not in one.choices, len(one.choices)))
 
 
-def predicted(recipe: Recipe, model: str, batch: int, length: int, card: str, **step) -> predict.Prediction:
-    """Of one step of the largest kind. model: a name of facts/models.toml; step: what `predict.step_memory` takes."""
-    choices = recipe.choices | {"card": card, "optimizer": OPTIMIZERS[recipe.choices.get("optimizer", "adamw")]}
+def predicted(recipes: list[Recipe], model: str, batch: int, length: int, card: str, **step) -> list:
+    """A Prediction for each, of one step of the largest kind. recipes: alike but for the optimizer.
+
+    model: a name of facts/models.toml; step: what `predict.step_memory` takes.
+    """
+    recipe = recipes[0]
+    optimizers = [OPTIMIZERS[one.choices.get("optimizer", "adamw")] for one in recipes]
+    choices = recipe.choices | {"card": card, "optimizer": optimizers}
     if recipe.decoder:
         text = {name: torch.ones(batch, length, dtype=torch.long) for name in ("input_ids", "labels", "attention_mask")}
         # Without padding there is no mask, and heads that share keys want a kernel that cards before Ampere lack:

@@ -4,14 +4,13 @@ The memory of each is predicted, for the largest micro-batch that fits.
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
-
-import torch
+from functools import cache, partial
 
 from .. import machine, models, predict
 from ..check import accept
 from ..figures import Table, size
+from ..measure import ROLES
 from .recipes import Recipe, predicted, recipes
 
 
@@ -64,7 +63,7 @@ def plan(
         if not against:
             others = {**recipe.choices, "optimizer": None, "adapters": recipe.adapters}
             alike.setdefault(str(sorted(others.items())), []).append(recipe)
-    longest_first = sorted(alike.values(), key=lambda some: (len(some), some[0].operations), reverse=True)
+    longest_first = sorted(alike.values(), key=_most_work, reverse=True)
     for found in each(_Largest(step, effective_batch, gpu), longest_first):
         options |= {option.recipe.name: option for option in found}
     return sorted(options.values(), key=lambda option: bool(option.why))
@@ -79,52 +78,70 @@ class _Largest:
     gpu: machine.Gpu
 
     def __call__(self, recipes: list[Recipe]) -> list[Option]:
-        found = [self._option(recipes[0], 1)]
-        for recipe in recipes[1:]:  # what fits beside AdamW's state fits beside a smaller one
-            found.append(self._option(recipe, found[0].micro_batch or 1))
+        """Of recipes that are alike but for the optimizer: the forward and the backward pass of all are one."""
+        reports = cache(partial(self._with, recipes))
+        found = []
+        for place, recipe in enumerate(recipes):  # what fits beside AdamW's state fits beside a smaller one
+            begin = found[0].micro_batch if found else 1
+            found.append(self._option(recipe, begin or 1, lambda n, place=place: reports(n)[place]))
         return found
 
-    def _option(self, recipe: Recipe, best: int) -> Option:
+    def _option(self, recipe: Recipe, best: int, report_of: Callable[[int], predict.Prediction]) -> Option:
         """best: a micro-batch to begin with, which is likely to fit."""
-        known = {best: self._with(recipe, best)}
-        if not known[best].fits:
-            return self._option(recipe, 1) if best > 1 else Option(recipe, 0, known[1], _why(known[1], self.gpu))
+        known = {1: report_of(1), best: report_of(best)}
+        if not known[1].fits:
+            return Option(recipe, 0, *self._why(known[1]))
+        best = best if known[best].fits else 1
         sizes = [n for n in range(self.effective_batch, 0, -1) if self.effective_batch % n == 0]
         too_many = sizes[0] + 1
         while wanted := [n for n in sizes if best < n < too_many and self._at_least(known, n) <= self.gpu.usable]:
             n = next((n for n in wanted if self._guessed(known[best], best, n) <= self.gpu.usable), wanted[-1])
-            if (report := self._with(recipe, n)) and report.fits:
+            report = report_of(n)
+            if report.fits:
                 best, known[n] = n, report
             else:
                 too_many = n
         return Option(recipe, best, known[best])
 
     def _at_least(self, known: dict[int, predict.Prediction], n: int) -> float:
-        """Bytes of the card: a peak is the highest of many lines, and so above the line through two peaks before it."""
+        """Bytes of the card: a phase's peak is the highest of many lines, and above the line through two before it."""
         below = sorted(size for size in known if size < n)[-2:]
         (first, one), (last, two) = ((size, known[size]) for size in (below[0], below[-1]))
-        line = (two.peak - one.peak) / (last - first) if first < last else one.parts["activations"] / last / 2
+        if first < last:
+            lines = zip(_peaks(one), _peaks(two))
+            peak = max(high + (high - low) / (last - first) * (n - last) for low, high in lines)
+        else:
+            peak = two.peak + two.parts["activations"] / last / 2 * (n - last)
         kept = two.parts["gradients"] if n == self.effective_batch else 0  # of the micro-batches before
-        return two.peak + line * (n - last) - kept + predict.context(self.gpu)
+        return peak - kept + predict.context(self.gpu)
 
     def _guessed(self, report: predict.Prediction, of: int, n: int) -> float:
-        return report.card_bytes + report.parts["activations"] / of * (n - of)
+        """Bytes of the card, if activations go with the texts and nothing else does."""
+        activations = [held[ROLES.index("activations")] for held in report.timeline]
+        peak = max(sum(held) + more / of * (n - of) for held, more in zip(report.timeline, activations))
+        return peak + report.card_bytes - report.peak
 
-    def _with(self, recipe, micro_batch):
-        """None, soon, where a whole batch of more than one text needs too much; else the prediction."""
-        if 1 < micro_batch == self.effective_batch:
-            with suppress(torch.OutOfMemoryError):
-                room = self.gpu.usable - predict.context(self.gpu)
-                return predicted(recipe, batch=micro_batch, limit=room, **self.step)
-            return None
+    def _with(self, recipes, micro_batch):
         accumulate = 1 if micro_batch == self.effective_batch else 2  # from two on the memory is the same
-        return predicted(recipe, batch=micro_batch, accumulate=accumulate, **self.step)
+        return predicted(recipes, batch=micro_batch, accumulate=accumulate, **self.step)
+
+    def _why(self, one: predict.Prediction) -> tuple[predict.Prediction, str]:
+        held = sorted(one.parts.items(), key=lambda part: -part[1])[:2]
+        parts = " and ".join(f"{name} {size(count)}" for name, count in held)
+        return one, f"one text needs {size(one.card_bytes)} of {size(self.gpu.usable)}, above all for {parts}"
 
 
-def _why(one: predict.Prediction, gpu: machine.Gpu) -> str:
-    held = sorted(one.parts.items(), key=lambda part: -part[1])[:2]
-    parts = " and ".join(f"{name} {size(count)}" for name, count in held)
-    return f"one text needs {size(one.card_bytes)} of {size(gpu.usable)}, above all for {parts}"
+def _most_work(alike: list[Recipe]) -> tuple:
+    """To know them, as far as it can be told before: more techniques fit more texts, and are tried with more."""
+    return len(alike), len(alike[0].choices), alike[0].operations
+
+
+def _peaks(report: predict.Prediction) -> list[int]:
+    """Of the forward pass, the backward pass and the optimizer's step, in bytes."""
+    highest = dict.fromkeys(("forward", "backward", "optimizer"), 0)
+    for phase, held in zip(report.phases, report.timeline):
+        highest[phase] = max(highest.get(phase, 0), sum(held))
+    return [*highest.values()]
 
 
 def instead(options: list[Option], model: str, length: int, effective_batch: int, **_) -> str:
@@ -136,7 +153,7 @@ def instead(options: list[Option], model: str, length: int, effective_batch: int
     for gpu in sorted(machine.gpus().values(), key=lambda gpu: gpu.usable):
         for option in known:
             near = gpu.usable >= 0.9 * option.prediction.card_bytes  # a card with other kernels may need less
-            if near and predicted(option.recipe, card=gpu.name, **step).fits:
+            if near and predicted([option.recipe], card=gpu.name, **step)[0].fits:
                 return f"The smallest card that would do: {gpu.name}, with {option.recipe.name}."
     return f"No card of facts/gpus.toml would do: {known[-1].recipe.name}, {known[-1].why}."
 

@@ -19,13 +19,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
-from .. import kernels, machine, measure, models, names, packages
+from .. import kernels, machine, measure, models, names
 from ..check import accept
+from ..names import lora_targets
 from . import patches
 from .allocator import add_card, context
 from .fake import Shapes, pack_4bit
 
-__all__ = ["OPTIMIZERS", "PRECISIONS", "Prediction", "context", "pack_4bit", "step_memory"]
+__all__ = ["OPTIMIZERS", "PRECISIONS", "Prediction", "context", "lora_targets", "pack_4bit", "step_memory"]
 MOST = 1_000_000  # of texts, tokens and the like: beyond it sizes in bytes overflow
 OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "sgd")
 PRECISIONS = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16, "bf16-pure": None}  # of autocast
@@ -54,7 +55,7 @@ def step_memory(
     batch: int | None = None,
     length: int | None = None,
     *,
-    optimizer: str | Callable = "adamw",
+    optimizer: str | Callable | list = "adamw",
     precision: str = "fp32",
     attention: str | None = None,
     padded: bool = False,
@@ -70,7 +71,7 @@ def step_memory(
     device: str | machine.Machine = "cuda",
     card: str | int | None = None,
     limit: int | None = None,
-) -> Prediction:
+) -> "Prediction | list[Prediction]":
     """The memory of one training step, in steady state. Nothing is allocated, downloaded or computed.
 
     model: a name of facts/models.toml or a transformers configuration, for a sequence classifier; or a
@@ -81,7 +82,8 @@ def step_memory(
     accumulate: micro-batches a step; one is executed, and counted twice: the second is the most expensive, since it
     meets the gradients of the first, as all others do.
     optimizer: one of OPTIMIZERS over what requires gradients, or a function of the model that returns one; torch's
-    default for the device is taken ("foreach" on CUDA) where it does not say.
+    default for the device is taken ("foreach" on CUDA) where it does not say. A list of them: a prediction for each,
+    for little more than the time of one.
     precision: "fp32", "bf16" (autocast), "fp16" (autocast with GradScaler), or "bf16-pure" (the weights too).
     checkpointing: every how many layers; 0 is none. freeze_layers: the first so many, and what comes before them.
     lora: the rank of peft's adapters. prepare: a function of the model, for anything else before training.
@@ -101,17 +103,22 @@ def step_memory(
     gpu = None if card is None else machine.gpu(card)
     settings = models.config(model, num_labels) if isinstance(model, str) else model
     sizes = dict(accumulate=accumulate, checkpointing=checkpointing, freeze_layers=freeze_layers, lora=lora)
-    names = {"precision": precision, "device": device} | ({} if callable(optimizer) else {"optimizer": optimizer})
+    names = {"precision": precision, "device": device}
+    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
     known = isinstance(settings, PretrainedConfig) or callable(settings) and not isinstance(settings, torch.nn.Module)
     accept(known, "model", model, "a name, a configuration, or a function that returns a module")
-    accept(not inspect.isclass(optimizer), "optimizer", optimizer, "a name, or a function of the model that makes one")
+    alone = step is None and limit is None or len(optimizers) == 1
+    accept(optimizers and alone, "optimizer", optimizer, "one, or a list for the step that is built, without a limit")
+    for one in optimizers:
+        known = one in OPTIMIZERS if isinstance(one, str) else callable(one) and not inspect.isclass(one)
+        accept(known, "optimizer", optimizer, f"{', '.join(OPTIMIZERS)}, or a function of the model that makes one")
     for name, given in (("prepare", prepare), ("loss", loss), ("step", step)):
         accept(given is None or callable(given), name, given, "a function")
     known = inputs is None or isinstance(inputs, Mapping) and ("labels" in inputs if step is None else inputs)
     accept(known, "inputs", inputs, "the forward's arguments by name, and the labels for the step that is built")
     accept(type(padded) is bool, "padded", padded, "True or False")
     accept(limit is None or type(limit) is int and limit >= 1, "limit", limit, "bytes, 1 or more")
-    _check(settings, sizes | ({"batch": batch, "length": length} if inputs is None else {}), names, lora)
+    _check(settings, sizes | ({"batch": batch, "length": length} if inputs is None else {}), names, optimizers, lora)
     if step is not None and (accumulate > 1 or PRECISIONS[precision] is not None):
         raise ValueError("accumulate and precision say what the built step does; a step of your own does it itself")
     with _one_at_a_time, Shapes() as fake, ExitStack() as stack:
@@ -134,34 +141,49 @@ def step_memory(
         name = type(getattr(network, "get_base_model", lambda: network)()).__name__  # under peft
         network.register_forward_pre_hook(lambda *_: setattr(fake, "inside", name))
         network.register_forward_hook(lambda *_: setattr(fake, "inside", None), always_call=True)
-        chosen = _optimizer(optimizer, network, device)
+        chosen = [_optimizer(one, network, device) for one in optimizers]
+        in_hooks = any(parameter._post_accumulate_grad_hooks for parameter in network.parameters())
+        accept(len(chosen) == 1 or not in_hooks, "optimizer", optimizer, "one, where it steps in the backward pass")
         if inputs is None:
             inputs = _text(network, batch, length, padded)
         inputs = copy.copy(inputs)  # a tokenizer's is no dict, and has .to
         inputs.update(tree_map_only(torch.Tensor, fake.from_tensor, dict(inputs)))
         if step is None:
-            for parameter in network.parameters():
-                if parameter.requires_grad:
-                    parameter.grad = torch.empty_like(parameter)
-            chosen.step()  # the state of the steps before
-            chosen.zero_grad()
+            _make_states(network, chosen)
         held = kernels.OnCuda(gpu) if device == "cuda" else kernels.on_cpu
-        with measure.Tracker(network, chosen, inputs, limit, held) as tracker:
+        with measure.Tracker(network, chosen[0], inputs, limit, held, fake.run) as tracker:
             if step is None:
-                _step(network, chosen, inputs, precision, accumulate, loss, tracker)
+                scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+                _pass(network, inputs, scaler, precision, accumulate, loss, tracker)
             else:
-                step(network, chosen, inputs)
+                step(network, chosen[0], inputs)
                 tracker.restart()
-                step(network, chosen, inputs)
-        result = Prediction(**vars(tracker.report()))
-        if device == "cuda":
-            add_card(result, tracker, gpu)
-    result.seconds = time.perf_counter() - started
-    return result
+                step(network, chosen[0], inputs)
+        trackers = [tracker, *map(tracker.beside, chosen[1:])]
+        for one, other in zip(chosen, trackers) if step is None else ():
+            with other:
+                scaler.step(one)
+                scaler.update()
+                # As zero_grad does, but the optimizers that follow still have them.
+                other.freed(parameter.grad for group in one.param_groups for parameter in group["params"])
+        results = [Prediction(**vars(one.report())) for one in trackers]
+        for one, result in zip(trackers, results):
+            if device == "cuda":
+                add_card(result, one, gpu)
+            result.seconds = time.perf_counter() - started
+    return results if isinstance(optimizer, list) else results[0]
 
 
-def _step(network, optimizer, inputs, precision, accumulate, loss_of, tracker):
-    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+def _make_states(network, optimizers):
+    """Of the steps before."""
+    for optimizer in optimizers:
+        for parameter in (one for one in network.parameters() if one.requires_grad):
+            parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _pass(network, inputs, scaler, precision, accumulate, loss_of, tracker):
     again = accumulate > 1 and tracker.card is None  # a limit is held to operations that run
     for _ in range(1 if again else min(accumulate, 2)):
         with torch.autocast("cpu", PRECISIONS[precision], enabled=PRECISIONS[precision] is not None):
@@ -170,9 +192,6 @@ def _step(network, optimizer, inputs, precision, accumulate, loss_of, tracker):
         del logits, loss
     if again:
         tracker.again()
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
 
 
 def _loss(network, inputs):
@@ -212,14 +231,6 @@ def _prepared(network, precision, checkpointing, freeze_layers, lora, prepare):
     return network
 
 
-def lora_targets(model_type: str) -> list[str]:
-    """The linear layers that peft adapts by default, of an architecture by its name in transformers."""
-    packages.hide_old_torchao()
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
-
-    return KNOWN.get(model_type, ["Wqkv", "q_lin", "v_lin"])  # ModernBERT's, DistilBERT's
-
-
 def _optimizer(optimizer, network, device):
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     with unset_fake_temporarily():
@@ -240,16 +251,14 @@ def _optimizer(optimizer, network, device):
     return chosen
 
 
-def _check(settings, sizes, names, lora):
+def _check(settings, sizes, names, optimizers, lora):
     for name, value in sizes.items():
         least = 0 if name in ("checkpointing", "freeze_layers", "lora") else 1
         accept(type(value) is int and least <= value <= MOST, name, value, f"a whole number, {least} to {MOST:,}")
     longest, length = None if callable(settings) else models.positions(settings), sizes.get("length", 0)
     accept(longest is None or length <= longest, "length", length, f"up to {longest}, the positions this model has")
-    accepted = {"optimizer": OPTIMIZERS, "precision": tuple(PRECISIONS), "device": ("cuda", "cpu")}
-    for name, value in names.items():
-        more = ", or a function of the model" if name == "optimizer" else ""
-        accept(isinstance(value, str) and value in accepted[name], name, value, ", ".join(accepted[name]) + more)
-    for package, wanted in (("bitsandbytes", names.get("optimizer") == "adamw8bit"), ("peft", lora)):
+    for name, accepted in {"precision": tuple(PRECISIONS), "device": ("cuda", "cpu")}.items():
+        accept(isinstance(names[name], str) and names[name] in accepted, name, names[name], ", ".join(accepted))
+    for package, wanted in (("bitsandbytes", "adamw8bit" in optimizers), ("peft", lora)):
         if wanted and importlib.util.find_spec(package) is None:
             raise ImportError(f"adamw8bit is of bitsandbytes, lora of peft; not installed: pip install {package}")

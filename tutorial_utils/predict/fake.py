@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 _LIKE_THEIR_INPUT = {f"aten::_foreach_{name}" for name in ("add", "sub", "mul", "div", "sqrt", "neg", "pow", "lerp")}
-_UNKNOWN = object()
 _known = {}  # operation, arguments and torch's default type → shape, stride and type of each result, or None
 
 
@@ -41,45 +40,52 @@ class Shapes(FakeTensorMode):
         kwargs = kwargs or {}
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
             kwargs = kwargs | {"device": torch.device("cpu")}
-        for answer in (self._scalar, _foreach, self._end_of_sequence):
-            if (found := answer(func, args)) is not _UNKNOWN:
+        for answer in (self.remembered, self._scalar, _of_lists, self._end_of_sequence):
+            if (found := answer(func, args, kwargs)) is not NotImplemented:
                 return found
-        try:
-            key = func, _metadata(args), _metadata(tuple(kwargs.items())), torch.get_default_dtype()
-            known = _known.get(key)
-        except TypeError:
-            key, known = None, None  # not to be compared
-        if known == "in place":
-            return args[0]
-        if known:
-            kind, results = known
-            made = [self._made(args, *sizes) for sizes in results]
-            return tuple(made) if kind is tuple else made[0]
+        key = _key(func, args, kwargs)
         try:
             result = self.dispatch(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise self._refusal(func) from error
-        if key is not None and key not in _known and key[1] == _metadata(args):
+        if key is not None and key not in _known and key == _key(func, args, kwargs):
             _known[key] = _results(func, args, result)
         return result
 
-    def _scalar(self, func, args):
+    def run(self, func, args, kwargs):
+        """An operation under a tracker: without a second dispatch where the results' shapes are known."""
+        found = self.remembered(func, args, kwargs)
+        return func(*args, **kwargs) if found is NotImplemented else found
+
+    def remembered(self, func, args, kwargs):
+        """The results, if their shapes are known from an operation before; else NotImplemented."""
+        known = _known.get(_key(func, args, kwargs))
+        if not known:
+            return NotImplemented
+        if known in ("in place", "nothing"):
+            return args[0] if known == "in place" else None
+        kind, results = known
+        with torch._C._DisableTorchDispatch():
+            made = [self._made(args, *sizes) for sizes in results]
+        return tuple(made) if kind is tuple else made[0]
+
+    def _scalar(self, func, args, _):
         """Outside the network a number is a norm, a count of steps or a loss to print; a truth value is a choice."""
         if func is aten._local_scalar_dense.default:
             if not self.inside and args[0].dtype != torch.bool:
                 return 10.0 if args[0].is_floating_point() else 1
             if getattr(args[0], "constant", None) is None:
                 raise self._refusal(func)
-        return _UNKNOWN
+        return NotImplemented
 
-    def _end_of_sequence(self, func, args):
+    def _end_of_sequence(self, func, args, _):
         """T5's and BART's classifiers read each text's last token, after a look whether all have as many."""
         if self.inside and self.inside.endswith("ForSequenceClassification"):
             if func is aten.unique_consecutive.default:
                 return args[0].new_empty(1), args[0].new_empty(0), args[0].new_empty(0)
             if func is aten.index.Tensor and args[0].dim() == 3 and [t.dtype for t in args[1]] == [torch.bool]:
                 return args[0][:, 0].clone()
-        return _UNKNOWN
+        return NotImplemented
 
     def _made(self, args, is_view, shape, stride, offset, dtype):
         if is_view:
@@ -89,15 +95,25 @@ class Shapes(FakeTensorMode):
         return FakeTensor(self, tensor, torch.device("cpu"))
 
 
-def _foreach(func, args):
+def _of_lists(func, args, _):
     """Fake tensors would take the lists apart, which is three quarters of a prediction's time."""
     name = func._schema.name
-    if name.startswith("aten::_foreach_"):
+    if name.startswith(("aten::_foreach_", "aten::_fused_")):
         if name.endswith("_"):
             return None
         if name in _LIKE_THEIR_INPUT:
             return [torch.empty_like(tensor) for tensor in args[0]]
-    return _UNKNOWN
+    return NotImplemented
+
+
+def _key(func, args, kwargs):
+    """None where a value cannot be compared."""
+    try:
+        key = func, _metadata(args), _metadata(tuple(kwargs.items())), torch.get_default_dtype()
+        hash(key)
+        return key
+    except TypeError:
+        return None
 
 
 def _metadata(value):
@@ -112,6 +128,8 @@ def _metadata(value):
 
 def _results(func, args, result):
     """How to make the results again, if each is a view of the first argument, or has a whole storage of its own."""
+    if result is None:
+        return "nothing"
     if result is not None and args and result is args[0] and func._schema.name.endswith("_"):
         return "in place"
     made = []
