@@ -120,7 +120,9 @@ def test_the_largest_micro_batch_is_asked_for(monkeypatch):
         asked.append(batch)
         peak = GiB * max(4, batch)
         parts = {"weights": 0, "optimizer state": 0, "gradients": 0, "activations": GiB * batch}
-        return [predict.Prediction(peak, parts, [], [], card_bytes=peak + GiB, fits=peak <= 13 * GiB) for _ in recipes]
+        steps = [(0, 0, 0, 0, GiB * batch, 0), (0, 0, 0, 0, 0, 4 * GiB)], ["backward", "optimizer"]
+        found = predict.Prediction(peak, parts, *steps, card_bytes=peak + GiB, fits=peak <= 13 * GiB)
+        return [found for _ in recipes]
 
     monkeypatch.setattr(planner.search, "predicted", predicted)
     options = planner.plan(model="tiny", card="T4", length=64, effective_batch=24, exact=True)
