@@ -44,7 +44,7 @@ def loaded(recipe: planner.Recipe, folder, **settings) -> dict:
 
 def rows_of(decoder: bool) -> pandas.DataFrame:
     if decoder:
-        return pandas.DataFrame(data.completions()[0].select(range(360)).to_list())[["prompt", "completion"]]
+        return pandas.DataFrame(data.completions()[0].select(range(200)).to_list())[["prompt", "completion"]]
     corpus = data.load()
     rows = corpus.train.select(range(360))
     return pandas.DataFrame([{"text": row["text"], "label": corpus.labels[row["label"]]} for row in rows])
@@ -53,9 +53,9 @@ def rows_of(decoder: bool) -> pandas.DataFrame:
 @pytest.fixture
 def folder(tmp_path, recipe):
     frame = rows_of(recipe.decoder)
-    frame[:320].to_csv(tmp_path / "train.csv", index=False)
+    frame[:-40].to_csv(tmp_path / "train.csv", index=False)
     answer = "completion" if recipe.decoder else "label"
-    frame[320:].drop(columns=answer).assign(id=range(40)).to_csv(tmp_path / "test.csv", index=False)
+    frame[-40:].drop(columns=answer).assign(id=range(40)).to_csv(tmp_path / "test.csv", index=False)
     return tmp_path
 
 
