@@ -147,6 +147,8 @@ def main(arguments: list[str] | None = None):
     given = parser().parse_args(arguments)
     logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)  # of a 4-bit kernel that no recipe uses here
     asked = dict(model=given.model, card=given.card, length=given.length, effective_batch=given.effective_batch)
+    if given.recipe and not given.script:
+        parser().error(f"recipe was {given.recipe!r}, which is of a script; accepted: with --script train.py")
     limits = dict(whole=given.all_parameters, exact=given.exact, no_new_dependency=given.no_new_dependency)
     try:
         options = planner.plan(**asked, **limits, each=in_processes)

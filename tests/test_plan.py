@@ -247,6 +247,7 @@ def test_the_command_writes_a_script(tmp_path, capsys):
         (["--model=bert-huge", "--card=T4", "--length=64"], "model was 'bert-huge'; accepted"),
         (["--model=tiny", "--card=T5", "--length=64"], "card was 'T5'; accepted"),
         (["--model=tiny", "--card=T4", "--length=513"], "length was 513; accepted: up to 512"),
+        (["--model=tiny", "--card=T4", "--length=64", "--recipe=LoRA, fp16"], "recipe was 'LoRA, fp16'"),
         (["--model=tiny", "--card=T4", "--length=64", "--effective-batch=0"], "effective_batch was 0"),
         (["--model=tiny", "--card=T4", "--length=64", "--exact", "--recipe=x", "--script=t.py"], "recipe was 'x'"),
     ],

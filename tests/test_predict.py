@@ -136,6 +136,9 @@ def test_what_is_remembered_changes_nothing(name, monkeypatch):
             patched.setattr(predict.fake, "_results", lambda *_: None)
             patched.setattr(predict.fake, "_known", {})
             assert remembered == predicted(technique), technique
+    monkeypatch.setattr(predict.fake, "_known", {})
+    monkeypatch.setattr(predict.fake, "MOST_KNOWN", 20)
+    assert remembered == predicted(technique) and 0 < len(predict.fake._known) <= 20, "it forgets in time"
 
 
 def test_what_is_remembered_of_another_type_is_not_taken():

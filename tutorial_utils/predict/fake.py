@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 aten = torch.ops.aten
 _LIKE_THEIR_INPUT = {f"aten::_foreach_{name}" for name in ("add", "sub", "mul", "div", "sqrt", "neg", "pow", "lerp")}
 _known = {}  # operation, arguments and torch's default type → shape, stride and type of each result, or None
+MOST_KNOWN = 50_000  # of 1.5 KB each; a large model has a thousand
 
 
 class Shapes(FakeTensorMode):
@@ -49,6 +50,8 @@ class Shapes(FakeTensorMode):
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise self._refusal(func) from error
         if key is not None and key not in _known and key == _key(func, args, kwargs):
+            if len(_known) >= MOST_KNOWN:
+                _known.clear()
             _known[key] = _results(func, args, result)
         return result
 
