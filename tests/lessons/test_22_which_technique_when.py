@@ -111,6 +111,16 @@ def test_reentrant_checkpoints_say_so(batch):
     assert "use_reentrant=True" in said
 
 
+def test_too_little_memory_is_no_answer(batch, monkeypatch):
+    def grad(*_, **__):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    model = regressor()
+    with pytest.raises(torch.OutOfMemoryError):
+        wrong_together(model, adamw(model), loss_of, batch)
+
+
 def test_steps_in_backward(batch):
     model = regressor()
     optimizer = adamw(model)
@@ -135,7 +145,7 @@ def test_an_optimizer_that_was_built_too_early(batch):
     assert NOT_HANDED not in wrong_together(model, adamw(model), loss_of, batch)
 
 
-CALL = """if not optimizer.state:  # before the first step
+CALL = """if not FOUND:
             FOUND.append(wrong_together(model, optimizer, {loss_of}, {batch}{more}))
         """
 CHECK = LESSON.source("copy") + "\n\nFOUND = []\n"
