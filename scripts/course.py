@@ -6,7 +6,7 @@ course.py lesson 01             re-run one lesson in place and stamp its card
 course.py record [--only 01 …]  run them, times settled, and write facts/bounds/<machine>.json; needs no jupyter.
                                 On a CPU the notebooks' outputs and cards too, of the same run. On a virtual GPU
                                 that computes no numbers: the bytes at real size, in facts/bounds/real-size
-course.py new 19 packing        an empty lesson: its notebook, its facts, its tests, which say what is missing
+course.py new 27 distillation   an empty lesson: its notebook, its facts, its tests, which say what is missing
 
 Ctrl-C ends it: the results so far are written and shown, no kernel is left, exit 130.
 """

@@ -1,4 +1,4 @@
-"""The form of a lesson, and an empty one: python scripts/course.py new 19 packing [study]
+"""The form of a lesson, and an empty one: python scripts/course.py new 27 distillation [study]
 
 The contract holds each lesson to PARTS and TAGS. An empty lesson fails it for all that is missing.
 """
@@ -72,6 +72,8 @@ def make(root: Path, number: str, name: str, kind: str = "technique") -> list[Pa
         root / "tutorial_utils" / "facts" / "lessons" / f"{lesson}.toml": FACTS.format(title=title, kind=kind),
         root / "tests" / "lessons" / f"test_{lesson}.py": TESTS.format(number=number),
     }
+    if there := [path.stem for path in (root / "notebooks").glob(f"{number}_*.ipynb")]:
+        raise FileExistsError(f"{there[0]} has that number already: choose another number")
     there = [path for path in paths if path.exists()]
     if there:
         raise FileExistsError(f"{there[0]} is there already: choose another number or name")

@@ -281,6 +281,9 @@ def test_a_new_lesson_fails_for_what_is_missing(tmp_path):
             f"{part}: {contract.stdout[-3000:]}"
         )
     assert "test_sections_by_kind" in contract.stdout and done.returncode
+    with pytest.raises(FileExistsError, match="96_new_thing has that number already"):
+        new_lesson.make(folder, "96", "another_thing")
+    made[0].unlink()
     with pytest.raises(FileExistsError, match="choose another number or name"):
         new_lesson.make(folder, "96", "new_thing")
     for wrong in (("9", "a"), ("96", "a b"), ("96", "a", "poem")):

@@ -137,8 +137,8 @@ class Tracker(TorchDispatchMode):
             raise ValueError("model has compiled modules, whose plain code would run here: ask the allocator")
         self.model, self.optimizer, self.card = model, optimizer, card
         self.device = next(model.parameters()).device
+        self.run = run  # operation, positional and named arguments → its results
         # operation, arguments and its number → what its kernel holds besides its results
-        self.run = run
         self.held = held or (kernels.on_cpu if self.device.type == "cpu" else lambda *_: ())
         self.bytes = 0
         self._blocks = {}  # address of a live storage → _Block

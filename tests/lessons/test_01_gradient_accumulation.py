@@ -90,8 +90,10 @@ def test_a_scaler_changes_nothing():
         (torch.zeros(7), torch.zeros(7)),
         [{"ids": torch.zeros(7, 3)}, torch.zeros(7)],
         (["a"] * 7, {"ids": torch.zeros(7, 3)}, torch.zeros(7)),
+        (torch.zeros(7, 3), {"score": torch.zeros(7), "topic": torch.zeros(7)}),
+        [torch.zeros(7, 3), [torch.zeros(7), torch.zeros(7)]],
     ],
-    ids=["a dictionary", "a tuple", "inputs and targets", "names, inputs and targets"],
+    ids=["a dictionary", "a tuple", "inputs and targets", "names, inputs and targets", "targets by name", "a pair"],
 )
 def test_rows_of_a_batch(batch):
     assert COPIED["rows"](batch) == 7

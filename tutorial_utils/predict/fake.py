@@ -133,7 +133,7 @@ def _results(func, args, result):
     """How to make the results again, if each is a view of the first argument, or has a whole storage of its own."""
     if result is None:
         return "nothing"
-    if result is not None and args and result is args[0] and func._schema.name.endswith("_"):
+    if args and result is args[0] and func._schema.name.endswith("_"):
         return "in place"
     made = []
     storages = {t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, torch.Tensor)}
