@@ -44,13 +44,15 @@ notebook = nbformat.read(sys.argv[1], as_version=4)
 NotebookClient(notebook, timeout=300, kernel_name="python3", extra_arguments=["--log-level=ERROR"]).execute()
 print("executed")
 """
-# What the other environment's interpreters do at their start: note every address that is asked for.
+# What the other environment's interpreters do at their start: note every address of a network that is asked for.
 WATCH = """
 import os, sys
 def watch(event, arguments):
     if event in ("socket.getaddrinfo", "socket.connect"):
-        address = str(arguments[0] if event == "socket.getaddrinfo" else arguments[1])
-        if not any(local in address for local in ("127.0.0.1", "localhost", "::1")):
+        asked = arguments[0] if event == "socket.getaddrinfo" else arguments[1]
+        path = event == "socket.connect" and isinstance(asked, (str, bytes))  # to a process of this machine
+        address = str(asked)
+        if not path and not any(local in address for local in ("127.0.0.1", "localhost", "::1")):
             with open({log!r}, "a") as file:
                 file.write(f"{{event}} {{address}}\\n")
 sys.addaudithook(watch)
