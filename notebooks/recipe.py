@@ -63,12 +63,10 @@ class Model(torch.nn.Module):
 
 
 def optimizer_of(model):
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    head = [p for name, p in trained if name.startswith("head")]
-    decayed = [p for name, p in trained if not name.startswith("head") and p.ndim > 1]
-    rest = [p for name, p in trained if not name.startswith("head") and p.ndim == 1]  # 11: biases and norms
+    backbone = [p for p in model.backbone.parameters() if p.requires_grad]
+    decayed, rest = [p for p in backbone if p.ndim > 1], [p for p in backbone if p.ndim == 1]  # 11: biases and norms
     groups = [{"params": decayed, "weight_decay": CFG.weight_decay}, {"params": rest}]
-    groups.append({"params": head, "lr": CFG.head_lr})
+    groups.append({"params": model.head.parameters(), "lr": CFG.head_lr})
     return bnb.optim.AdamW8bit(groups, lr=CFG.encoder_lr, weight_decay=0.0)  # 04
 
 
@@ -100,10 +98,12 @@ def train_epoch(model, data, collate, criterion, optimizer, scheduler, scaler):
             total += loss.detach() * rows
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), CFG.max_norm)
+        scale = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        scheduler.step()
+        if scaler.get_scale() >= scale:  # 03: lower means that this step was skipped
+            scheduler.step()
     return total.item() / len(data)
 
 

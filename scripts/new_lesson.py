@@ -22,6 +22,7 @@ UNDER = {  # heading → the tags of the cells below it
     "Pitfalls": ["pitfall"], "Exercise": ["exercise", "solution"],
     "The evidence": ["trainer", "claims", "figures", "check"],
 }  # fmt: skip
+SHAPES = ["classifier", "competition", "decoder"]  # of scripts; a lesson's facts may name fewer
 START = {"check": "verdict.require()", "exercise": 'print("not yet: ")', "solution": 'print("passed")'}
 FACTS = """title = "{title}"
 kind = "{kind}"
@@ -57,6 +58,11 @@ def test_proof_can_fail(old, new):
 def test_copied():
     pytest.fail("put the copied cell into a script that the lesson does not know, and assert its effect")
 """
+STRANGER = """
+
+def test_in_a_strangers_{shape}(stranger_files):
+    pytest.fail("put the technique into strangers/{shape}.py as the page says, and assert its effect")
+"""
 
 
 def make(root: Path, number: str, name: str, kind: str = "technique") -> list[Path]:
@@ -70,7 +76,8 @@ def make(root: Path, number: str, name: str, kind: str = "technique") -> list[Pa
     paths = {
         root / "notebooks" / f"{lesson}.ipynb": json.dumps(notebook(kind), indent=1, ensure_ascii=False) + "\n",
         root / "tutorial_utils" / "facts" / "lessons" / f"{lesson}.toml": FACTS.format(title=title, kind=kind),
-        root / "tests" / "lessons" / f"test_{lesson}.py": TESTS.format(number=number),
+        root / "tests" / "lessons" / f"test_{lesson}.py": TESTS.format(number=number)
+        + "".join(STRANGER.format(shape=shape) for shape in SHAPES),
     }
     if there := [path.stem for path in (root / "notebooks").glob(f"{number}_*.ipynb")]:
         raise FileExistsError(f"{there[0]} has that number already: choose another number")

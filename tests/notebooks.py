@@ -50,6 +50,13 @@ class Lesson:
         lines = (line for cell in self.cells if cell["cell_type"] == "markdown" for line in source(cell).splitlines())
         return [line.removeprefix("## ").strip() for line in lines if line.startswith("## ")]
 
+    def under(self, heading: str) -> list[dict]:
+        """The cells from one heading to the next."""
+        starts = {place: line for place, cell in enumerate(self.cells) if cell["cell_type"] == "markdown"
+                  for line in source(cell).splitlines() if line.startswith("## ")}  # fmt: skip
+        first = next((place for place, line in starts.items() if line == f"## {heading}"), len(self.cells))
+        return self.cells[first : min((place for place in starts if place > first), default=None)]
+
     def needed_for(self, tag: str) -> list[dict]:
         """The cell with a tag, and before it those that define what it uses, and what they use."""
         *before, last = self.code[: self.code.index(self.tagged(tag)[0]) + 1]

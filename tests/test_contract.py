@@ -52,12 +52,20 @@ def test_executed_in_one_run_without_errors(lesson):
 
 
 @LESSONS
-def test_verdicts_print_names_only(lesson):
-    for cell in (*lesson.tagged("proof"), *lesson.tagged("check")):
-        lines = printed(cell).strip().splitlines()
-        assert lines, "a verdict cell without a verdict"
-        for line in lines:
-            assert re.fullmatch(r"[\w ,×()-]+: (inside|equal)", line), f"not a fixed name and a verdict: {line!r}"
+@pytest.mark.parametrize(("tag", "verdict"), [("proof", r"(equal|close \([\w .%-]+\))"), ("check", "inside")])
+def test_verdicts_print_names_only(lesson, tag, verdict):
+    (cell,) = lesson.tagged(tag)
+    lines = printed(cell).strip().splitlines()
+    assert lines, "a verdict cell without a verdict"
+    for line in lines:
+        assert re.fullmatch(rf"[\w ,×()-]+: {verdict}", line), f"not a fixed name and a verdict: {line!r}"
+
+
+@LESSONS
+def test_a_proof_with_a_tolerance_says_close(lesson):
+    tolerances = re.findall(r"\d[\d.]*e-\d+|\b0\.\d*[1-9]", source(lesson.tagged("proof")[0]))
+    close = re.findall(r": close \((.+)\)$", printed(lesson.tagged("proof")[0]), re.M)
+    assert bool(tolerances) <= bool(close), f"equal within {tolerances}: say close, and its tolerance"
 
 
 @LESSONS
@@ -139,8 +147,36 @@ def test_scaffolding_solution_and_evidence_are_folded(lesson):
 @LESSONS
 def test_the_three_shapes_are_shown(lesson):
     shown = "\n".join(printed(cell) for cell in lesson.part_one if cell["cell_type"] == "code")
-    for shape in lesson.course.get("shapes", ["classifier", "competition", "decoder"]):
+    for shape in lesson.course.get("shapes", new_lesson.SHAPES):
         assert re.search(rf"^{shape}: ", shown, re.M), f"the page does not run the technique in a {shape}"
+
+
+@LESSONS
+def test_each_shape_has_its_test(lesson):
+    tests = (ROOT / "tests" / "lessons" / f"test_{lesson.name}.py").read_text()
+    for shape in lesson.course.get("shapes", new_lesson.SHAPES):
+        assert f"\ndef test_in_a_strangers_{shape}" in tests, f"nothing puts the technique into strangers/{shape}.py"
+
+
+@LESSONS
+def test_a_picture_of_the_mechanism_comes_before_any_measurement(lesson):
+    drawn = [cell for cell in lesson.under("The idea") if "image/png" in str(cell.get("outputs"))]
+    assert drawn, "no picture under The idea"
+
+
+@LESSONS
+def test_the_technique_is_shown_as_a_difference(lesson):
+    if lesson.course["kind"] == "technique":
+        assert any("figures.difference(" in source(cell) for cell in lesson.under("The technique"))
+
+
+@LESSONS
+def test_three_to_five_pitfalls_with_their_places_in_public(lesson):
+    texts = [source(cell) for cell in lesson.under("Pitfalls") if cell["cell_type"] == "markdown"]
+    pitfalls = re.split(r"^(?=\*\*\d\. )", "\n\n".join(texts), flags=re.M)[1:]
+    assert 3 <= len(pitfalls) <= 5, f"{len(pitfalls)} pitfalls in the lesson; the others belong to the evidence"
+    for pitfall in pitfalls:
+        assert "](http" in pitfall, f"no link to where it stands in public: {pitfall[:60]}"
 
 
 def changed_lines(before: str, after: str) -> int:

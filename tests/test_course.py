@@ -276,11 +276,13 @@ def test_a_new_lesson_fails_for_what_is_missing(tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_contract.py", "-k", "96_new"]
     done = subprocess.run([*command, made[2]], cwd=folder, capture_output=True, text=True)
     contract = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    for part in ("sections", "executed_in_one_run", "verdicts", "proof_can_fail", "copy_cell", "three_shapes"):
+    parts = ["sections", "executed_in_one_run", "verdicts", "proof_can_fail", "copy_cell", "three_shapes"]
+    for part in [*parts, "picture", "as_a_difference", "pitfalls"]:
         assert re.search(rf"FAILED tests/test_contract.py::\S*{part}", contract.stdout), (
             f"{part}: {contract.stdout[-3000:]}"
         )
-    assert "test_sections_by_kind" in contract.stdout and done.returncode
+    for shape in new_lesson.SHAPES:
+        assert f"test_in_a_strangers_{shape} - Failed: put the technique" in done.stdout, done.stdout[-3000:]
     with pytest.raises(FileExistsError, match="96_new_thing has that number already"):
         new_lesson.make(folder, "96", "another_thing")
     made[0].unlink()

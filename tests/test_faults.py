@@ -293,7 +293,7 @@ def test_cells_out_of_order_spoil_nothing():
     assert missing, "no cell depends on another: this tests nothing"
     for code in cells:
         said = run(code, namespace)
-    assert said and all(line.endswith(": equal") for line in said.splitlines())
+    assert said and all(line.endswith(": close (1e-6)") for line in said.splitlines())
 
 
 @pytest.mark.skipif(not EVERY, reason="a whole lesson twice: make test-all")

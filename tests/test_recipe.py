@@ -71,6 +71,19 @@ def test_an_epoch_moves_the_weights_as_large_batches_do(script):
     assert all(parameter.grad is None for parameter in model.backbone.embeddings.parameters())
 
 
+def test_the_schedule_waits_where_the_scaler_skipped_a_step(script):
+    rows, collate = texts(script, 64)  # two steps
+    torch.manual_seed(0)
+    model = script["Model"]()
+    before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-120)  # once too large
+    script["train_epoch"](model, rows, collate, torch.nn.SmoothL1Loss(), optimizer, scheduler, scaler)
+    assert scheduler.last_epoch == 1 and scaler.get_scale() == 2.0**7
+    assert not before.equal(torch.nn.utils.parameters_to_vector(model.parameters()))
+
+
 def test_batches_of_like_lengths_have_each_text_once_and_little_padding(script):
     lengths = np.array([len(text.split()) for text in data.load().train["text"][:2000]])
     torch.manual_seed(0)

@@ -291,7 +291,7 @@ def test_without_deepspeed(monkeypatch):
     for cell in LESSON.needed_for("proof"):
         printed.append(run(source(cell), namespace))
     assert sum("left out: its stages" in text for text in printed) == 1
-    assert printed[-1].strip() == "DDP: equal"
+    assert printed[-1].strip() == "DDP, of two processes to one: close (1e-3)"
 
 
 if __name__ == "__main__":
