@@ -27,7 +27,13 @@ from tutorial_utils import bounds, machine, models, predict  # noqa: E402
 from tutorial_utils.figures import Table, size  # noqa: E402
 
 TARGET = ROOT / "tutorial_utils" / "facts" / "predictions" / "compared.json"
-NEEDS = {"torch_preflight": "torch-preflight==0.5.0", "bitsandbytes": "bitsandbytes", "peft": "peft"}
+NEEDS = {
+    "torch_preflight": "torch-preflight==0.5.0",
+    "kitsune": "torch-kitsune==0.7.0",
+    "accelerate": "accelerate",
+    "bitsandbytes": "bitsandbytes",
+    "peft": "peft",
+}
 ROUNDS = 3
 
 SIZES = {
@@ -59,7 +65,7 @@ HOW = {
     "steps": "sequence classifiers with 3 layers of width 128; 8 × 128 tokens, AdamW, fp32 where nothing else is said",
     "errors": "relative to the truth; median and worst are of their absolute values, over the cases answered",
     "seconds": "after imports, with building the model; median of 3; BERT-large once: 32 × 128, AdamW, fp32",
-    "step_memory": "predict.step_memory(device='cpu').peak",
+    "step_memory": "predict.step_memory(device='cpu').peak; of DeBERTa it supposes a mask, which the run here has not",
     "MemTracker": "under FakeTensorMode, two steps, the peak's Total. For its sake the loss is computed from the "
     "logits, module statistics are reset after every micro-batch, the optimizer is made outside the mode, and "
     "real inputs are allowed for the 8-bit optimizer's table",
@@ -70,7 +76,29 @@ HOW = {
     "estimate_config": "torch-preflight's formula, less the same two terms; the shape is what it reads from the "
     "configuration, parameters are counted, flash_attention is left off: of the sdpa cases that comes nearer to the "
     "truth in all but the frozen one",
+    "predict_memory": "torch-kitsune's, its total without its margin of 15 %, which is for the allocator, "
+    "fragmentation and PyTorch's internals. The model is on the meta device. torch-kitsune hands a model floats, which "
+    "an embedding refuses: a wrapper makes them ids, else a formula that all but ignores length remains; outside BERT "
+    "it also gives a mask of ones, and attention is eager. Its dtype is bfloat16 for autocast, its optimizer adam8bit "
+    "for the 8-bit one. It has no setting for checkpointing: what it suggests that this saves is subtracted. LoRA's "
+    "model has its adapters: that comes nearer to the truth than estimate_lora_memory",
+    "predict_memory with its margin": "the same total with the 15 %",
+    "estimate-memory": "accelerate's calculate_maximum_sizes and estimate_training_usage, on the case's own model on "
+    "the meta device: the command itself asks the hub for a model. Of the parts it takes the largest, as the command "
+    "does: in float32 weights, gradients and Adam's states, in float16 (asked for autocast) Adam's states alone",
+    "published": "what a tool's authors report, or its own tests accept: torch-preflight's docs/vram-estimation.md, "
+    "torch-kitsune's README, PyTorch's test/distributed/_tools/test_mem_tracker.py, LLMem's abstract "
+    "(arXiv:2404.10933); the replication is issue 1 of github.com/taehokim20/LLMem",
 }
+# The errors that others report: of other steps, most of them on GPUs.
+PUBLISHED = {
+    "MemTracker": "its tests accept ±10 %",
+    "VRAMGuard": "3.7 % mean, 12.4 % worst: 8 steps on a T4",
+    "predict_memory": "16.7 % mean: 9 cases on Apple's MPS",
+    "estimate-memory": "none: weights, gradients and Adam only",
+    "LLMem": "up to 1.6 % on one GPU; 6 to 10 % in a replication",
+}
+NOT_RUN = {"LLMem": "needs a GPU"}
 # Each one read in the predictor's code or seen by running it.
 CANNOT_SAY = {
     "step_memory": [
@@ -96,6 +124,25 @@ CANNOT_SAY = {
         "CUDA's kernels: activations are those of the meta device",
         "how far checkpointing reaches: it takes 0.3 of the activations",
         "bytes by module",
+        "a timeline",
+    ],
+    "predict_memory": [
+        "models of tokens as they are: activations come from a formula that all but ignores length",
+        "what is kept between modules, such as attention's scores: it adds up the outputs of the innermost ones",
+        "what lives for a moment in the backward pass and the optimizer",
+        "what freezing saves of the activations: it counts them all",
+        "8-bit states: they count as fp32",
+        "how far checkpointing reaches: it suggests 0.3 of the activations",
+        "accumulation",
+        "a timeline",
+    ],
+    "estimate-memory": [
+        "activations: it knows neither batch nor length, attention nor checkpointing",
+        "frozen parameters and adapters: all are trained",
+        "optimizers other than Adam",
+        "accumulation",
+        "models that are not on the hub, as a command",
+        "whether it fits a card",
         "a timeline",
     ],
 }
@@ -249,11 +296,69 @@ def tensors(report) -> int:
     return report.total - report.breakdown.cuda_context - report.breakdown.fragmentation
 
 
+class FromFloats(torch.nn.Module):
+    """The model as torch-kitsune calls it: with numbers that are no integers."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, numbers):
+        return self.model(numbers.long())
+
+
+def kitsune(case):
+    """torch-kitsune's answer, and the bytes that it says checkpointing saves where the case has it."""
+    from kitsune.predict import predict_memory
+
+    bert = case["name"].startswith("bert")
+    plain = case | dict(checkpointing=0) | ({} if bert else dict(attention="eager"))
+    with torch.device("meta"):
+        model = prepared(build(plain), plain)
+    batch, length = sizes(case)
+    found = predict_memory(
+        FromFloats(model if bert else WithMask(model)),
+        (length,),
+        batch,
+        dtype="bfloat16" if "precision" in case else "float32",
+        optimizer="adam8bit" if "optimizer" in case else "adamw",
+    )
+    saved = [advice.savings_bytes for advice in found.recommendations if advice.name == "Gradient Checkpointing"]
+    return found, sum(saved) if case.get("checkpointing") else 0
+
+
+def predict_memory(case) -> int:
+    """Bytes by torch-kitsune, without its margin."""
+    found, saved = kitsune(case)
+    return found.total_bytes - found.overhead_bytes - saved
+
+
+def with_margin(case) -> int:
+    """Bytes by torch-kitsune, its margin of 15 % in."""
+    from kitsune.predict.estimator import OVERHEAD_FRACTION
+
+    return int(predict_memory(case) * (1 + OVERHEAD_FRACTION))
+
+
+def estimate_memory(case) -> int:
+    """Bytes that accelerate's estimate-memory would print as "Training using Adam"."""
+    from accelerate.commands.estimate import estimate_training_usage
+    from accelerate.utils import calculate_maximum_sizes
+
+    with torch.device("meta"):
+        model = prepared(build(case), case)
+    size_of_model, _ = calculate_maximum_sizes(model)
+    return max(estimate_training_usage(size_of_model, "float16" if "precision" in case else "float32").values())
+
+
 PREDICTORS = {
     "step_memory": step_memory,
     "MemTracker": mem_tracker,
     "VRAMGuard": vram_guard,
     "estimate_config": estimate_config,
+    "predict_memory": predict_memory,
+    "predict_memory with its margin": with_margin,
+    "estimate-memory": estimate_memory,
 }
 
 
@@ -306,7 +411,11 @@ def run() -> dict:
         about[name] = summary(cases, name) | {"seconds_bert_large": large.get("seconds")}
         if name in CANNOT_SAY:
             about[name]["cannot_say"] = CANNOT_SAY[name]
-    packages = ("torch", "transformers", "torch-preflight", "bitsandbytes", "peft")
+    for name, reason in NOT_RUN.items():
+        about[name] = {"not_run": reason}
+    for name, reported in PUBLISHED.items():
+        about[name]["published"] = reported
+    packages = ("torch", "transformers", "torch-preflight", "torch-kitsune", "accelerate", "bitsandbytes", "peft")
     here = machine.facts()
     return {
         "date": date.today().isoformat(),
@@ -338,8 +447,10 @@ def tables(content: dict) -> str:
             "worst error": f"{found['worst_error']:.2%}",
             "seconds a case": f"{found['seconds']:.2f}",
             "BERT-large": f"{found['seconds_bert_large']:.1f} s",
+            "published": found.get("published", ""),
         }
         for name, found in content["summary"].items()
+        if name not in NOT_RUN
     ]
     return f"{Table(rows)}\n\n{Table(totals)}"
 

@@ -24,7 +24,8 @@ RATES = {True: 2e-5, False: 2e-4}  # of all parameters, and of adapters
 
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--model", required=True, help=f"one of {', '.join(models.names())}")
+    options.add_argument("--model", required=True, type=models.named,
+                         help=f"one of {', '.join(models.names())}, or its name on the hub")  # fmt: skip
     options.add_argument("--card", required=True, help='a GPU of facts/gpus.toml, a word of one, or "6 GiB"')
     options.add_argument("--length", required=True, type=int, help="tokens of the longest text")
     options.add_argument("--effective-batch", type=int, default=32, help="texts of one optimizer step; 32 by default")

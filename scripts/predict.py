@@ -17,7 +17,8 @@ from tutorial_utils.figures import Table, memory_table, size  # noqa: E402
 def parser() -> argparse.ArgumentParser:
     """The command line; each choice is `predict.step_memory`'s."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--model", required=True, help=f"one of {', '.join(models.names())}")
+    options.add_argument("--model", required=True, type=models.named,
+                         help=f"one of {', '.join(models.names())}, or its name on the hub")  # fmt: skip
     options.add_argument("--batch", required=True, type=int, help="texts in a micro-batch")
     options.add_argument("--length", required=True, type=int, help="tokens in a text")
     options.add_argument("--optimizer", default="adamw", choices=predict.OPTIMIZERS)

@@ -27,6 +27,9 @@ PREDICTORS = {
     "step_memory": "`predict.step_memory`",
     "MemTracker": "PyTorch's `MemTracker`",
     "VRAMGuard": "torch-preflight's `VRAMGuard`",
+    "predict_memory": "torch-kitsune's `predict_memory`",
+    "estimate-memory": "accelerate's `estimate-memory`",
+    "LLMem": "LLMem",
 }
 
 
@@ -74,6 +77,8 @@ def linked(text: str, address: str) -> str:
 
 def card(course: dict, name: str) -> str:
     """What you will learn, need to know, and what it takes on each recorded machine and on a virtual T4."""
+    both = "technique_peak_bytes" in course["figures"]
+    peak = "peak memory of a step: plain → with the technique" if both else "peak memory of the plain step"
     lines = [
         "**You will learn**",
         "",
@@ -81,7 +86,7 @@ def card(course: dict, name: str) -> str:
         "",
         f"**You need to know** {', '.join(course['know'])}.",
         "",
-        "| machine | minutes | download | peak memory of the plain step |",
+        f"| machine | minutes | download | {peak} |",
         "|---|---|---|---|",
     ]
     rows, note = [], []
@@ -95,7 +100,9 @@ def card(course: dict, name: str) -> str:
             cores, minutes = "", "–"  # they are those of the CPU that computes for it
             note = ["", "virtual: counted by PyTorch's allocator on a GPU that is not there"]
         what = f"{there['name']}, {cores}torch {run['versions']['torch']} ({run['date']})"
-        rows.append(f"| {what} | {minutes} | 0 MB | {size(run['figures']['baseline_peak_bytes'])} |")
+        steps = (run["figures"].get(f"{step}_peak_bytes") for step in ("baseline", "technique"))
+        peaks = " → ".join(size(peak) for peak in steps if peak)
+        rows.append(f"| {what} | {minutes} | 0 MB | {peaks} |")
     return "\n".join(lines + (rows or ["| none recorded yet | – | 0 MB | – |"]) + note)
 
 
@@ -169,19 +176,26 @@ def decisions_table(content: dict) -> str:
 def predictors_table(content: dict) -> str:
     """What scripts/compare_predictors.py found."""
     lines = [
-        "| predictor | answered | median error | worst error | seconds for BERT-large | cannot say |",
-        "|---|---|---|---|---|---|",
+        "| predictor | answered | median error | worst error | published error | seconds for BERT-large | cannot say |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, shown in PREDICTORS.items():
         found = content["summary"][name]
-        cells = [shown, f"{found['answered']} of {found['cases']}", *errors(found)]
-        cells += [f"{found['seconds_bert_large']:.1f}", "; ".join(found["cannot_say"])]
+        published = found.get("published", "–")
+        if "not_run" in found:
+            cells = [shown, f"not run: {found['not_run']}", "–", "–", published, "–", "–"]
+        else:
+            cells = [shown, f"{found['answered']} of {found['cases']}", *errors(found), published]
+            cells += [f"{found['seconds_bert_large']:.1f}", "; ".join(found["cannot_say"])]
         lines.append("| " + " | ".join(cells) + " |")
-    median, worst = errors(content["summary"]["estimate_config"])
+    formula, margin = (
+        "median {}, worst {}".format(*errors(content["summary"][name]))
+        for name in ("estimate_config", "predict_memory with its margin")
+    )
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     lines += [
         "",
-        f"torch-preflight's formula, `estimate_config`: median {median}, worst {worst}.",
+        f"torch-preflight's formula, `estimate_config`: {formula}. `predict_memory` with its margin of 15 %: {margin}.",
         "",
         f"Compared on a CPU on {content['date']}, with {versions}. "
         f"[How each was asked, and each case]({COMPARED.relative_to(ROOT).as_posix()}).",

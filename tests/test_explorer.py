@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -11,8 +10,10 @@ import time
 import urllib.request
 from contextlib import contextmanager
 
+import browser
 import nbformat
 import pytest
+from browser import needs_a_browser
 from nbclient import NotebookClient
 
 from notebooks import ROOT
@@ -20,7 +21,6 @@ from tutorial_utils import explorer, planner
 
 CELL = "from tutorial_utils import explorer\nexplorer.panel('tiny', batch=8, length=64)"
 PLAN = "from tutorial_utils import planner\nplanner.panel('tiny', length=64, effective_batch=16)"
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def test_without_widgets_it_prints_the_verdict(monkeypatch, capsys):
@@ -104,11 +104,7 @@ def lab(tmp_path, request):
 @contextmanager
 def cell_run_in(lab):
     """A page of a browser in which the notebook's cell was run."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        page = browser.new_page()
+    with browser.page() as page:
         page.goto(lab, timeout=60_000)
         # Before the kernel is there, JupyterLab drops a request to run a cell without a word.
         page.wait_for_function(
@@ -116,10 +112,6 @@ def cell_run_in(lab):
         )
         page.evaluate("window.jupyterapp.commands.execute('notebook:run-cell')")
         yield page
-        browser.close()
-
-
-needs_a_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine: apt-get install chromium")
 
 
 @needs_a_browser

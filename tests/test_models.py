@@ -124,3 +124,8 @@ def test_a_causal_model_of_any_decoder():
         assert model.get_output_embeddings().weight.shape[0] == models.config(name).vocab_size
     with pytest.raises(ValueError, match="for which transformers has a causal language model"):
         models.untrained(models.config("deberta-v3-base"), causal=True)
+
+
+def test_a_name_of_the_hub_is_that_of_its_architecture():
+    assert models.named("microsoft/deberta-v3-large") == "deberta-v3-large"
+    assert models.named("bert-large-uncased") == "bert-large-uncased" and models.named("nobody/none") == "nobody/none"

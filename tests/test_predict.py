@@ -658,9 +658,19 @@ def test_a_module_made_before_is_refused_and_left_as_it_was():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("fails", [False, True], ids=["to its end", "with an error"])
-def test_what_a_prediction_replaces_is_restored(device, fails):
+def test_what_a_prediction_replaces_is_restored(device, fails, monkeypatch):
+    """The patches, and the two things that no dotted name says: bitsandbytes' overrides and a model's TorchScript."""
+    from bitsandbytes.optim import GlobalOptimManager
+    from transformers.models.bert import modeling_bert
+
+    scripted = torch.jit.script(torch.nn.functional.relu)
+    scripted._torchdynamo_inline = torch.nn.functional.relu
+    monkeypatch.setattr(modeling_bert, "scripted", scripted, raising=False)
+    GlobalOptimManager.get_instance()
+
     def targets():
-        return {one.target: pkgutil.resolve_name(one.target) for one in predict.patches.PATCHES}
+        found = {one.target: pkgutil.resolve_name(one.target) for one in predict.patches.PATCHES}
+        return found | {"overrides": GlobalOptimManager._instance, "TorchScript": modeling_bert.scripted}
 
     def look(model):
         during.update(targets())
@@ -669,7 +679,7 @@ def test_what_a_prediction_replaces_is_restored(device, fails):
     before, during = targets(), {}
     with pytest.raises(AssertionError, match="on purpose") if fails else contextlib.nullcontext():
         predict.step_memory("tiny", 1, 16, device=device, prepare=look)
-    replaced = {one.target for one in predict.patches.PATCHES if device in one.devices}
+    replaced = {one.target for one in predict.patches.PATCHES if device in one.devices} | {"overrides", "TorchScript"}
     assert {name for name in before if during[name] is not before[name]} == replaced
     assert targets() == before
     assert all(one.reason and one.versions for one in predict.patches.PATCHES)

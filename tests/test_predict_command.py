@@ -18,7 +18,7 @@ def run(*arguments):
 
 
 def test_json_has_its_keys_and_every_option_is_taken():
-    done = run("--model", "bert-large-uncased", "--batch", 32, "--length", 128, "--optimizer", "adamw8bit",
+    done = run("--model", "google-bert/bert-large-uncased", "--batch", 32, "--length", 128, "--optimizer", "adamw8bit",
                "--precision", "fp16", "--checkpointing", "--attention", "eager", "--padded", "--accumulate", 2,
                "--freeze-layers", 12, "--lora", 8, "--card", "6 GiB", "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr

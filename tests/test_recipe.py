@@ -79,7 +79,11 @@ def test_the_schedule_waits_where_the_scaler_skipped_a_step(script):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-120)  # once too large
-    script["train_epoch"](model, rows, collate, torch.nn.SmoothL1Loss(), optimizer, scheduler, scaler)
+
+    def large(outputs, targets):
+        return 1000 * torch.nn.functional.smooth_l1_loss(outputs, targets)
+
+    script["train_epoch"](model, rows, collate, large, optimizer, scheduler, scaler)
     assert scheduler.last_epoch == 1 and scaler.get_scale() == 2.0**7
     assert not before.equal(torch.nn.utils.parameters_to_vector(model.parameters()))
 

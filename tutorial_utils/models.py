@@ -36,6 +36,11 @@ def names() -> list[str]:
     return list(_facts())
 
 
+def named(text: str) -> str:
+    """The architecture of a name of the hub, such as microsoft/deberta-v3-large; any other text as it is."""
+    return {fields.get("hub"): name for name, fields in _facts().items()}.get(text, text)
+
+
 def head_share(name: str) -> float | None:
     """Of a decoder's multiplications those of its head; None for an encoder, in the first place no language model."""
     import torch
@@ -125,6 +130,11 @@ def without_dropout(model):
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     return model
+
+
+def quiet(num_labels: int, device="cpu"):
+    """The tiny pretrained model without dropout, whose random masks would hide small differences."""
+    return without_dropout(fresh("tiny", num_labels, "pretrained", device))
 
 
 def untrained(settings, attention: str | None = None, causal=False):

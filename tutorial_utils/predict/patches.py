@@ -1,7 +1,8 @@
 """What a prediction replaces, while it lasts: for the whole process, and put back at its end.
 
 Functions are replaced, and no mode is entered: a mode would not be in force while checkpointing computes the forward
-pass again.
+pass again. PATCHES are all that have a name before there is a model; `own_overrides` and `without_torchscript` follow
+from what is imported and from the model. One test holds that all of them are put back.
 """
 
 import functools
