@@ -28,6 +28,7 @@ FACTS = """title = "{title}"
 kind = "{kind}"
 promise = ""
 changes = ""
+when = ""
 no_help = ""
 know = []
 learn = []

@@ -19,11 +19,14 @@ from tutorial_utils import bounds, machine, models, planner, predict  # noqa: E4
 from tutorial_utils.figures import size  # noqa: E402
 
 TEMPLATE = ROOT / "scripts" / "train.template"
+OF_THE_SCRIPT = """The script reads train.csv and test.csv: the columns text and label of an encoder's, prompt and
+completion of a decoder's. TRAIN, TEST, WORK, OUTPUT, MODEL, FOLDS, EPOCHS and LR in its environment change its settings:
+a small file needs more epochs, or a higher rate."""
 RATES = {True: 2e-5, False: 2e-4}  # of all parameters, and of adapters
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog=OF_THE_SCRIPT)
     options.add_argument("--model", required=True, type=models.named,
                          help=f"one of {', '.join(models.names())}, or its name on the hub")  # fmt: skip
     options.add_argument("--card", required=True, help='a GPU of facts/gpus.toml, a word of one, or "6 GiB"')

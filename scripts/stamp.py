@@ -133,7 +133,7 @@ def cheat_sheet(names: list[str]) -> str:
         saves = "" if memory == "–" else f" Memory {memory}{', of ' + course['model'] if 'model' in course else ''}."
         parts.append(
             f"## [{name[:2]} {course['title']}]({name}.ipynb)\n\n{course['promise']}{saves}\n\n"
-            f"- What it changes: {course['changes']}.\n- Where it does not help: {course['no_help']}.\n\n"
+            f"- When: {course['when']}.\n- When not: {course['no_help']}.\n- What it changes: {course['changes']}.\n\n"
             f"```python\n{copied}\n```"
         )
     return "\n\n".join(parts)

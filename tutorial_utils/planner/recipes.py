@@ -121,7 +121,8 @@ def _built(name: str, recipe: Recipe):
 def _chunked_loss(model, inputs, chunk=256):
     """As lesson 24 computes it: the logits of a chunk of tokens at a time."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    hidden = model.base_model(inputs["input_ids"], inputs["attention_mask"])[0].flatten(0, 1)
+    text = {name: tensor for name, tensor in inputs.items() if name != "labels"}
+    hidden = model.base_model(**text)[0].flatten(0, 1)
     labels = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100).flatten()
     parts = zip(hidden.split(chunk), labels.split(chunk))
     again = partial(torch.utils.checkpoint.checkpoint, _sum_of_losses, model.get_output_embeddings())
