@@ -63,7 +63,7 @@ def test_verdicts_print_names_only(lesson, tag, verdict):
 
 @LESSONS
 def test_a_proof_with_a_tolerance_says_close(lesson):
-    tolerances = re.findall(r"\d[\d.]*e-\d+|\b0\.\d*[1-9]", source(lesson.tagged("proof")[0]))
+    tolerances = re.findall(r"<=? .*?(\d[\d.]*e-\d+|\b0\.\d*[1-9])", source(lesson.tagged("proof")[0]))
     close = re.findall(r": close \((.+)\)$", printed(lesson.tagged("proof")[0]), re.M)
     assert bool(tolerances) <= bool(close), f"equal within {tolerances}: say close, and its tolerance"
 
