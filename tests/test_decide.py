@@ -55,9 +55,9 @@ def test_a_committed_answer_is_what_is_predicted(name, title, technique):
     assert found["card_bytes"] == pytest.approx(committed["card_bytes"], rel=0.02)
 
 
-def test_every_lesson_says_what_it_changes_and_where_it_does_not_help():
+def test_every_lesson_says_what_it_changes_when_to_use_it_and_where_it_does_not_help():
     for lesson in lessons():
-        for key in ("changes", "no_help"):
+        for key in ("changes", "when", "no_help"):
             assert lesson.course.get(key), f"{lesson.name} needs {key!r} in its facts"
 
 
