@@ -33,6 +33,7 @@ ROLES = ("weights", "gradients", "optimizer state", "inputs", "activations", "te
 # Autograd fills a tensor of zeros in place, and takes a copy only when a dispatch mode looks on.
 # Source: the uses of areAnyTensorSubclassLike in FunctionsManual.cpp.
 aten = torch.ops.aten
+DEVICE = torch.ops.prim.device.default  # a fake tensor's .device, which is no operation
 IN_PLACE = {
     aten.scatter_add.default: aten.scatter_add_.default,
     aten.index_add.default: aten.index_add_.default,
@@ -183,8 +184,12 @@ class Tracker(TorchDispatchMode):
             handle.remove()
         self._recording = False
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # a compiled model is refused, and to keep dynamo out is a tenth of a prediction's time
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.prim.device.default:  # a fake tensor's .device, not an operation
+        if func is DEVICE:
             return args[0].fake_device
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward:

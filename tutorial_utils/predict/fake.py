@@ -10,6 +10,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves
 
+from ..measure import DEVICE
+
 aten = torch.ops.aten
 _LIKE_THEIR_INPUT = {f"aten::_foreach_{name}" for name in ("add", "sub", "mul", "div", "sqrt", "neg", "pow", "lerp")}
 _known = {}  # operation, arguments and torch's default type → shape, stride and type of each result, or None
@@ -37,7 +39,13 @@ class Shapes(FakeTensorMode):
             f"accepted: steps whose shapes follow from their inputs' shapes. Run this one, with measure.memory"
         )
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # as in Tracker
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is DEVICE:
+            return args[0].fake_device
         kwargs = kwargs or {}
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
             kwargs = kwargs | {"device": torch.device("cpu")}
