@@ -13,16 +13,22 @@ import torch
 from notebooks import ROOT, code_lines
 from tutorial_utils import data, models, planner, predict
 
-ON_A_T4 = [recipe for name in ("tiny", "tiny-decoder") for recipe in planner.recipes("fp16", models.head_share(name))]
+ON_A_T4, ON_AN_A100 = (
+    {
+        (one.name, one.decoder): one
+        for name in ("tiny", "tiny-decoder")
+        for one in planner.recipes(half, models.head_share(name))
+    }
+    for half in ("fp16", "bf16")
+)
 ASKED = dict(model="tiny", card="T4", length=64, effective_batch=16)
 each_recipe = pytest.mark.parametrize(
-    "recipe", ON_A_T4, ids=[("decoder: " if recipe.decoder else "") + recipe.name for recipe in ON_A_T4]
+    "recipe", ON_A_T4.values(), ids=[("decoder: " if decoder else "") + name for name, decoder in ON_A_T4]
 )
 
 
 def of(name: str, decoder: bool = False) -> planner.Recipe:
-    (found,) = (recipe for recipe in ON_A_T4 if (recipe.name, recipe.decoder) == (name, decoder))
-    return found
+    return ON_A_T4[name, decoder]
 
 
 def script(recipe: planner.Recipe) -> str:
@@ -140,6 +146,12 @@ def test_a_script_is_short_and_clean(recipe, tmp_path):
     assert done.returncode == 0, done.stdout
 
 
+def test_a_script_asks_its_device_for_the_half_precision():
+    """So what follows holds for the recipes of an A100 too."""
+    of_a_t4, of_an_a100 = ([*map(script, recipes.values())] for recipes in (ON_A_T4, ON_AN_A100))
+    assert [text.replace("bf16", "fp16") for text in of_an_a100] == [text.replace("bf16", "fp16") for text in of_a_t4]
+
+
 def untrained_loss(recipe, folder) -> float:
     """Of a token of the completions, before the first step."""
     made = loaded(recipe, folder)
@@ -148,11 +160,24 @@ def untrained_loss(recipe, folder) -> float:
     return -made["score_of"](made["make_model"](), rows, made["DataCollatorForSeq2Seq"](tokenizer))
 
 
+def weights_of(made) -> dict:
+    """What will be in them when its main is done: the trained weights after the last epoch of the last fold."""
+    own, weights = made["Files"].keep, {}
+
+    def keep(self, model, *given):
+        own(self, model, *given)
+        weights.update({name: part.detach().clone() for name, part in model.named_parameters() if part.requires_grad})
+
+    made["Files"].keep = keep
+    return weights
+
+
 @each_recipe
 def test_a_script_learns_and_goes_on_to_the_same_weights(recipe, folder, monkeypatch, capsys):
     if recipe.adapters == "4 bits":  # in evaluation such a CPU packs the weights again, and rounds their scales
         monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
     whole = loaded(recipe, folder, work=folder / "whole")
+    expected_weights = weights_of(whole)
     whole["main"]()
     scores = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if ", epoch " in line]
     if recipe.decoder:
@@ -182,7 +207,11 @@ def test_a_script_learns_and_goes_on_to_the_same_weights(recipe, folder, monkeyp
     with pytest.raises(Interrupted):
         again["main"]()
     assert not (folder / "out.csv").exists()
-    loaded(recipe, folder)["main"]()
+    resumed = loaded(recipe, folder)
+    weights = weights_of(resumed)
+    resumed["main"]()
+    assert weights and weights.keys() == expected_weights.keys()
+    assert all(torch.equal(weights[name], part) for name, part in expected_weights.items()), "other weights"
     found = pandas.read_csv(folder / "out.csv")
     assert found.id.tolist() == list(range(40)), "the rows' order"
     pandas.testing.assert_frame_equal(found, expected, rtol=1e-6)
