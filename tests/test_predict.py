@@ -14,7 +14,8 @@ import transformers
 import truth
 from truth import SMALL
 
-from tutorial_utils import machine, measure, models, predict
+from notebooks import copied, lesson
+from tutorial_utils import machine, measure, models, names, predict
 
 GiB = 2**30
 ARCHITECTURES = (("bert-base-uncased", "eager"), ("bert-base-uncased", "sdpa"), ("deberta-v3-base", None))
@@ -213,6 +214,86 @@ def test_a_step_of_ones_own_with_an_optimizer_in_hooks():
     prepare(model)
     real = truth.profiled_peak(lambda: step(model, None, batch, "cpu"), model, batch)
     assert abs(predicted.peak / real - 1) <= 0.02, f"predicted {predicted.peak:,}, torch.profiler {real:,} bytes"
+
+
+def beside_the_profiler(build, batch, loss_of, on_paper=None):
+    """A step of one's own on a CPU: predicted, of what `on_paper` builds, and as torch.profiler saw it."""
+
+    def step(model, optimizer, inputs):
+        loss_of(model, inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def optimizer_of(model):
+        return torch.optim.AdamW([part for part in model.parameters() if part.requires_grad], lr=1e-4)
+
+    torch.manual_seed(0)
+    model = build().train()
+    optimizer = optimizer_of(model)
+    real = truth.profiled_peak(lambda: step(model, optimizer, batch), model, batch)
+    build = on_paper or build
+    predicted = predict.step_memory(build, step=step, inputs=batch, optimizer=optimizer_of, device="cpu").peak
+    assert abs(predicted / real - 1) <= 0.02, f"predicted {predicted:,}, torch.profiler {real:,} bytes"
+
+
+def own_loss(model, batch):
+    return model(**batch).loss
+
+
+@pytest.mark.parametrize("way", ["as usual", "in chunks"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_decoders_loss_equals_the_profiler(way, tied):
+    """Lesson 24's cell, under checkpoints, over a vocabulary that is most of the memory."""
+
+    def build():
+        sizes = truth.FAMILIES["llama-2-7b"] | dict(vocab_size=20_000, num_key_value_heads=2, tie_word_embeddings=tied)
+        network = models.build("llama-2-7b", causal=True, **sizes)
+        names.checkpoint_layers(network)
+        return network
+
+    batch = truth.inputs(8, 64, padded=True)
+    batch = {name: batch[name] for name in ("input_ids", "attention_mask")} | {"labels": batch["input_ids"]}
+    beside_the_profiler(build, batch, own_loss if way == "as usual" else copied(lesson("24"))["chunked_loss"])
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_pack_equals_the_profiler(attention):
+    """Lesson 20's mask of every place against every place, and its positions."""
+    batch = truth.inputs(6, 128)
+    mask = torch.zeros(6, 1, 128, 128)
+    mask[..., :64, 64:] = mask[..., 64:, :64] = torch.finfo(torch.float32).min
+    batch |= {"attention_mask": mask, "position_ids": torch.arange(128).remainder(64).expand(6, -1).contiguous()}
+    beside_the_profiler(lambda: models.build("bert-base-uncased", 4, attention=attention, **SMALL), batch, own_loss)
+
+
+def test_adapters_over_4_bits_equal_the_profiler():
+    """The weights are packed by bitsandbytes itself, and on paper by `pack_4bit`."""
+    bitsandbytes, peft = pytest.importorskip("bitsandbytes"), pytest.importorskip("peft")
+    sizes = truth.FAMILIES["llama-2-7b"] | dict(hidden_size=256, intermediate_size=1024)
+
+    def packed(linear):
+        packed = bitsandbytes.nn.Linear4bit(
+            linear.in_features, linear.out_features, linear.bias is not None, torch.float32, quant_type="nf4"
+        )
+        packed.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
+        vars(linear).clear()
+        vars(linear).update(vars(packed.to("cpu")))
+        linear.__class__ = type(packed)
+
+    def build(network, pack):
+        for part in [part for part in network.base_model.modules() if type(part) is torch.nn.Linear]:
+            pack(part)
+        return peft.get_peft_model(network, peft.LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear"))
+
+    def on_paper():
+        network = models.untrained(models.config("llama-2-7b", **sizes), causal=True)
+        return build(network, lambda part: predict.pack_4bit(part, torch.float32))
+
+    batch = truth.inputs(8, 64, padded=True)
+    batch = {name: batch[name] for name in ("input_ids", "attention_mask")} | {"labels": batch["input_ids"]}
+    beside_the_profiler(
+        lambda: build(models.build("llama-2-7b", causal=True, **sizes), packed), batch, own_loss, on_paper
+    )
 
 
 def test_any_module_from_a_function():

@@ -12,8 +12,8 @@ import plan
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
 from tutorial_utils import data, models, planner
 
-recipe = next(one for one in planner.recipes("fp16", models.head_share(MODEL)) if one.name == NAME)
-asked = dict(model=MODEL, card="T4", length=128)
+recipe = next(one for one in planner.recipes(HALF, models.head_share(MODEL)) if one.name == NAME)
+asked = dict(model=MODEL, card=CARD, length=128)
 (found,) = planner.predicted([recipe], batch=BATCH, accumulate=2, **asked)
 of = {"__name__": "train"}
 exec(plan.script(planner.Option(recipe, BATCH, found), effective_batch=2 * BATCH, **asked), of)
@@ -49,15 +49,18 @@ stats = torch.cuda.memory_stats()
 print(stats["requested_bytes.all.peak"], found.peak, stats["reserved_bytes.all.peak"], found.reserved)
 """
 CASES = [
-    (model, batch, recipe.name)
+    (card, half, model, batch, recipe.name)
+    for card, half in (("T4", "fp16"), ("A100", "bf16"))
     for model, batch in (("bert-base-uncased", 8), ("qwen3-0.6b", 4))
-    for recipe in planner.recipes("fp16", models.head_share(model))
+    for recipe in planner.recipes(half, models.head_share(model))
+    if card == "T4" or "precision" in recipe.choices
 ]
 
 
-@pytest.mark.parametrize(("model", "batch", "name"), CASES)
-def test_a_script_takes_what_was_predicted(model, batch, name, tmp_path):
-    given = f"import os\nos.environ['WORK'] = {str(tmp_path)!r}\nMODEL, BATCH, NAME = {model!r}, {batch}, {name!r}\n"
-    counted, predicted, reserved, expected = map(int, on("T4", given + CODE).split()[-4:])
+@pytest.mark.parametrize(("card", "half", "model", "batch", "name"), CASES)
+def test_a_script_takes_what_was_predicted(card, half, model, batch, name, tmp_path):
+    given = f"import os\nos.environ['WORK'] = {str(tmp_path)!r}\n"
+    given += f"CARD, HALF, MODEL, BATCH, NAME = {(card, half, model, batch, name)}\n"
+    counted, predicted, reserved, expected = map(int, on(card, given + CODE).split()[-4:])
     assert abs(predicted / counted - 1) <= 0.02, f"counted {counted:,}, predicted {predicted:,}"
     assert abs(expected / reserved - 1) <= 0.05, f"reserved {reserved:,}, predicted {expected:,}"
