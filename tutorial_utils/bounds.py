@@ -241,6 +241,18 @@ def elsewhere(lesson: str) -> Table:
     return Table([{name: row[name] for name in known} for row in rows])
 
 
+def counted(lesson: str, predicted: dict[str, float]) -> Table:
+    """Figures in bytes, as they were counted on virtual GPUs; predicted: the same for a T4."""
+    rows = []
+    for figure, foretold in predicted.items():
+        row = {"": figure.removesuffix("_bytes").replace("_", " "), "predicted, T4": size(foretold)}
+        for content in recordings("real-size"):
+            if (count := content["lessons"].get(lesson, {"figures": {}})["figures"].get(figure)) is not None:
+                row[content["machine"]["name"]] = f"{size(count)} counted"
+        rows.append(row)
+    return Table(rows)
+
+
 def _recorded(lesson: str, here, figures) -> dict[str, float]:
     path = folder() / f"{here.slug}.json"
     if recording() or not path.exists():
