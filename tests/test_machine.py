@@ -228,9 +228,9 @@ def test_cards():
     assert machine.gpu("T4") is machine.gpu("t4") is machine.gpu("Tesla T4") is machine.gpu(machine.gpu("T4"))
     assert 14.5 * 2**30 < machine.gpu("T4").usable < 14.56 * 2**30  # what a T4 gives a process
     assert all(gpu.usable <= gpu.total for gpu in machine.gpus().values())
-    for size in ("6 GiB", "6GiB", 6 * 2**30):
+    for size in ("6 GiB", "6GiB", "6 GB", 6 * 2**30):  # "GB" as cards are sold
         assert (machine.gpu(size).name, machine.gpu(size).memory) == ("6 GiB", 6 * 2**30)
-    for unknown in ("T5000", "Tesla", "6 GB", 0, -1):  # two cards are a Tesla
+    for unknown in ("T5000", "Tesla", "6 G", 0, -1):  # two cards are a Tesla
         with pytest.raises(ValueError, match=f'card was {unknown!r}; accepted: Tesla T4.* such as "6 GiB"'):
             machine.gpu(unknown)
 

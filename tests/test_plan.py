@@ -238,16 +238,17 @@ def test_what_a_folder_holds_is_of_these_data_and_settings(recipe, folder, capsy
 
 
 @pytest.mark.parametrize("recipe", [of("fp32, AdamW"), of("fp32, AdamW", True)], ids=["encoder", "decoder"])
-def test_blanks_and_missing_columns(recipe, folder):
+def test_blanks_missing_columns_and_rare_labels(recipe, folder, capsys):
     text, answer = ("prompt", "completion") if recipe.decoder else ("text", "label")
     train, test = (pandas.read_csv(folder / name) for name in ("train.csv", "test.csv"))
     train.loc[3, text], test.loc[5, text] = None, None
     train[answer] = train[answer].replace(train[answer][0], "None")
+    train.loc[10:12, answer] = "rare"
     train.to_csv(folder / "train.csv", index=False)
     test.to_csv(folder / "test.csv", index=False)
     found = small_run(recipe, folder)
     assert found.id.tolist() == list(range(40)) and found[text][5] == ""
-    assert recipe.decoder or "p_None" in found
+    assert recipe.decoder or "p_None" in found and "fewer than 4 rows: rare." in capsys.readouterr().out
     test.rename(columns={text: "Text"}).to_csv(folder / "test.csv", index=False)
     with pytest.raises(ValueError, match=f"test.csv has no column .*{text}"):
         small_run(recipe, folder)

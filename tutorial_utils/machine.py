@@ -221,14 +221,15 @@ def this_gpu() -> Gpu | None:
 
 
 def gpu(card: str | int | Gpu) -> Gpu:
-    """The card of a name or of words that only one has ("T4", "A100 PCIe"), or of a size ("6 GiB", or bytes).
+    """The card of a name or of words that only one has ("T4", "A100 PCIe"), or of a size: "6 GiB",
+    which is sold as "6 GB", or bytes.
 
     Words that stand in several names mean the one that has no others ("3060", of the Ti too), or the usual one of
     facts/gpus.toml ("A100"). Else ValueError.
     """
     if isinstance(card, Gpu):
         return card
-    size = re.fullmatch(r"(\d{1,6}(\.\d+)?) ?GiB", card.strip(), re.ASCII) if isinstance(card, str) else None
+    size = re.fullmatch(r"(\d{1,6}(\.\d+)?) ?Gi?B", card.strip(), re.ASCII) if isinstance(card, str) else None
     count = round(float(size[1]) * GiB) if size else card
     if type(count) is int and 0 < count < 2**63:
         return Gpu(f"{count / GiB:g} GiB", count, None)
