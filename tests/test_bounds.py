@@ -218,6 +218,22 @@ def test_a_virtual_gpu_counts_at_real_size_what_a_real_one_held():
     assert compared >= 40
 
 
+def test_what_virtual_gpus_count_is_whole(monkeypatch):
+    """A cell that ran out of memory there once left a figure out, and the recording said that all were inside."""
+    cards = {content["machine"]["name"]: content for content in bounds.recordings("real-size")}
+    for card, content in cards.items():
+        for name, recorded in content["lessons"].items():
+            due = {figure for figure, bound in bounds._bounds(name).items() if bound.get("virtual") == "small"}
+            counted = cards["virtual Tesla T4"]["lessons"][name]["figures"]
+            assert due <= counted.keys(), f"{name}: record it on a virtual T4"
+            due = {figure for figure in due if counted[figure] < 0.95 * content["machine"]["memory_bytes"]}
+            assert due <= recorded["figures"].keys(), f"{card}, {name}: record it again"
+    here = dataclasses.replace(machine.facts(), virtual="small")
+    monkeypatch.setattr(machine, "facts", lambda: here)
+    with pytest.raises(ValueError, match="llama_3_2_3b_whole_bytes"):
+        bounds.compare("24_decoders", {"baseline_peak_bytes": 1.0, "technique_peak_bytes": 1.0})
+
+
 def test_recordings_are_whole():
     for content in bounds.recordings():
         assert set(content["lessons"]) <= {lesson.name for lesson in lessons()}

@@ -298,3 +298,10 @@ def test_where_no_numbers_are_computed_a_failed_statement_leaves_no_number(tmp_p
     course.run_cells(tmp_path / "01_small.ipynb", past_failures=True)
     printed = capsys.readouterr().out.splitlines()
     assert printed == ["cell 0, line 1: ZeroDivisionError", "cell 0, line 2: AssertionError", "twice it: nan"]
+
+
+def test_figures_without_a_verdict_are_a_failure():
+    """Where no numbers are computed a lesson goes on after a cell that fails, also after that of its bounds."""
+    written = {"figures": {"peak_bytes": 1.0}, "times": [], "inside": None, "not_judged": {}, "left_out": {}}
+    assert course._reported(written, course.blank(Path("01.ipynb"), "passed"))["status"] == "failed"
+    assert "status" not in course._reported(written | {"inside": True}, course.blank(Path("01.ipynb"), "passed"))

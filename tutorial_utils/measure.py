@@ -19,13 +19,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from . import kernels
 from .check import accept
 from .times import Figure, Timing, timing
 
-__all__ = ["Figure", "Memory", "Timing", "Tracker", "counted", "memory", "timing"]
+__all__ = ["Figure", "Memory", "Timing", "Tracker", "memory", "timing"]
 
 MiB, GiB = 2**20, 2**30
 ROLES = ("weights", "gradients", "optimizer state", "inputs", "activations", "temporary")
@@ -121,25 +121,6 @@ def memory(step: Callable[[], object], model, optimizer=None, inputs=(), card: i
     report.allocated = after["allocated_bytes.all.peak"]
     report.reserved = after["reserved_bytes.all.peak"]
     return report
-
-
-def counted(here, build: Callable, step: Callable, inputs, optimizer_of: Callable, gone=()) -> int | None:
-    """The peak of step(model, optimizer, inputs), in bytes, on a virtual card that computes no numbers; else None.
-
-    here: this machine; build: a function that returns the model; optimizer_of: one of the model that returns its
-    optimizer. gone: models and optimizers of before, whose tensors are given up to make room.
-    """
-    if here.virtual != "small":
-        return None
-    for one in gone:
-        held = one.parameters() if isinstance(one, torch.nn.Module) else tree_leaves([*one.state.values()])
-        for tensor in filter(torch.is_tensor, held):
-            tensor.data = torch.empty(0, device=tensor.device)
-    gc.collect()  # what was counted before, too
-    torch.cuda.empty_cache()
-    model = build().to(here.device).train()
-    optimizer, inputs = optimizer_of(model), tree_map_only(torch.Tensor, lambda one: one.to(here.device), inputs)
-    return memory(lambda: step(model, optimizer, inputs), model, optimizer, inputs).peak
 
 
 class Tracker(TorchDispatchMode):
