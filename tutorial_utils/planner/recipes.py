@@ -74,10 +74,12 @@ def recipes(half: str, head: float | None = None) -> list[Recipe]:
     return sorted(every, key=lambda one: (one.operations, "precision" not in one.choices, len(one.choices)))
 
 
-def predicted(recipes: list[Recipe], model: str, batch: int, length: int, card: str, **step) -> list:
+def predicted(
+    recipes: list[Recipe], model: str, batch: int, length: int, card: str, layers: int | None = None, **step
+) -> list:
     """A Prediction for each, of one step of the largest kind. recipes: alike but for the optimizer.
 
-    model: a name of facts/models.toml; step: what `predict.step_memory` takes.
+    model: a name of facts/models.toml; layers: of so many in place of its own; step: what `predict.step_memory` takes.
     """
     recipe = recipes[0]
     optimizers = [OPTIMIZERS[one.choices.get("optimizer", "adamw")] for one in recipes]
@@ -89,18 +91,19 @@ def predicted(recipes: list[Recipe], model: str, batch: int, length: int, card: 
         if _grouped(models.config(model)) and (machine.gpu(card).capability or (0,)) < (8,):
             text["attention_mask"] = None
         choices |= dict(inputs=text, loss=_chunked_loss)
+    built = partial(_built, model, recipe, {} if layers is None else {"num_hidden_layers": layers})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of checkpointing's older name, which peft asks for
-        return predict.step_memory(partial(_built, model, recipe), batch, length, padded=True, **choices, **step)
+        return predict.step_memory(built, batch, length, padded=True, **choices, **step)
 
 
 def _grouped(settings) -> bool:
     return getattr(settings, "num_key_value_heads", None) not in (None, settings.num_attention_heads)
 
 
-def _built(name: str, recipe: Recipe):
+def _built(name: str, recipe: Recipe, changes: dict):
     half = torch.float16 if recipe.choices.get("precision") == "fp16" else torch.bfloat16
-    settings = models.config(name, **({} if recipe.adapters in (None, "fp32") else {"dtype": half}))
+    settings = models.config(name, **changes, **({} if recipe.adapters in (None, "fp32") else {"dtype": half}))
     network = models.untrained(settings, causal=recipe.decoder)
     if recipe.adapters == "4 bits":
         for part in network.base_model.modules():

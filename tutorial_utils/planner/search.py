@@ -13,6 +13,8 @@ from ..figures import Table, size
 from ..measure import ROLES
 from .recipes import Recipe, predicted, recipes
 
+FEW = (2, 3)  # layers, of a model that is predicted in a tenth of the time
+
 
 @dataclass(frozen=True)
 class Option:
@@ -80,50 +82,42 @@ class _Largest:
     def __call__(self, recipes: list[Recipe]) -> list[Option]:
         """Of recipes that are alike but for the optimizer: the forward and the backward pass of all are one."""
         reports = cache(partial(self._with, recipes))
-        found = []
-        for place, recipe in enumerate(recipes):  # what fits beside AdamW's state fits beside a smaller one
-            begin = found[0].micro_batch if found else 1
-            found.append(self._option(recipe, begin or 1, lambda n, place=place: reports(n)[place]))
-        return found
+        return [
+            self._option(recipe, lambda *of, place=place: reports(*of)[place]) for place, recipe in enumerate(recipes)
+        ]
 
-    def _option(self, recipe: Recipe, best: int, report_of: Callable[[int], predict.Prediction]) -> Option:
-        """best: a micro-batch to begin with, which is likely to fit."""
-        known = {1: report_of(1), best: report_of(best)}
-        if not known[1].fits:
-            return Option(recipe, 0, *self._why(known[1]))
-        best = best if known[best].fits else 1
-        sizes = [n for n in range(self.effective_batch, 0, -1) if self.effective_batch % n == 0]
-        too_many = sizes[0] + 1
-        while wanted := [n for n in sizes if best < n < too_many and self._at_least(known, n) <= self.gpu.usable]:
-            n = next((n for n in wanted if self._guessed(known[best], best, n) <= self.gpu.usable), wanted[-1])
+    def _option(self, recipe: Recipe, report_of: Callable[..., predict.Prediction]) -> Option:
+        """report_of: a function of the micro-batch, and of a number of layers in place of the model's own."""
+        for n in self._likely(report_of):
             report = report_of(n)
             if report.fits:
-                best, known[n] = n, report
-            else:
-                too_many = n
-        return Option(recipe, best, known[best])
+                return Option(recipe, n, report)
+        return Option(recipe, 0, *self._why(report_of(1)))
 
-    def _at_least(self, known: dict[int, predict.Prediction], n: int) -> float:
-        """Bytes of the card: a phase's peak is the highest of many lines, and above the line through two before it."""
-        below = sorted(size for size in known if size < n)[-2:]
-        (first, one), (last, two) = ((size, known[size]) for size in (below[0], below[-1]))
-        if first < last:
-            lines = zip(_peaks(one), _peaks(two))
-            peak = max(high + (high - low) / (last - first) * (n - last) for low, high in lines)
-        else:
-            peak = two.peak + two.parts["activations"] / last / 2 * (n - last)
-        kept = two.parts["gradients"] if n == self.effective_batch else 0  # of the micro-batches before
-        return peak - kept + predict.context(self.gpu)
+    def _likely(self, report_of: Callable[..., predict.Prediction]) -> Iterable[int]:
+        """The micro-batches that may fit, the largest first."""
+        *smaller, whole = [n for n in range(1, self.effective_batch + 1) if self.effective_batch % n == 0]
+        if self._at_least(report_of, whole) <= self.gpu.usable:  # it has no gradients of micro-batches before
+            yield whole
+        fits = [n for n in smaller if self._at_least(report_of, whole, n) <= self.gpu.usable]
+        for n in smaller[len(fits) :]:
+            if self._at_least(report_of, n) > self.gpu.usable:
+                break
+            fits.append(n)
+        yield from reversed(fits)
 
-    def _guessed(self, report: predict.Prediction, of: int, n: int) -> float:
-        """Bytes of the card, if activations go with the texts and nothing else does."""
-        activations = [held[ROLES.index("activations")] for held in report.timeline]
-        peak = max(sum(held) + more / of * (n - of) for held, more in zip(report.timeline, activations))
-        return peak + report.card_bytes - report.peak
+    def _at_least(self, report_of: Callable[..., predict.Prediction], n: int, of: int | None = None) -> float:
+        """Bytes of the card. A phase's peak is the highest of lines over the layers: above the line through two.
 
-    def _with(self, recipes, micro_batch):
+        of: a number of texts out of the n; about so much if what the passes compute goes with the texts.
+        """
+        more = models.config(self.step["model"]).num_hidden_layers - FEW[-1]
+        lines = zip(*(_peaks(report_of(n, layers), (of or n) / n) for layers in FEW))
+        return max(high + (high - low) * more for low, high in lines) + predict.context(self.gpu)
+
+    def _with(self, recipes, micro_batch, layers=None):
         accumulate = 1 if micro_batch == self.effective_batch else 2  # from two on the memory is the same
-        return predicted(recipes, batch=micro_batch, accumulate=accumulate, **self.step)
+        return predicted(recipes, batch=micro_batch, accumulate=accumulate, layers=layers, **self.step)
 
     def _why(self, one: predict.Prediction) -> tuple[predict.Prediction, str]:
         held = sorted(one.parts.items(), key=lambda part: -part[1])[:2]
@@ -136,11 +130,12 @@ def _most_work(alike: list[Recipe]) -> tuple:
     return len(alike), len(alike[0].choices), alike[0].operations
 
 
-def _peaks(report: predict.Prediction) -> list[int]:
-    """Of the forward pass, the backward pass and the optimizer's step, in bytes."""
+def _peaks(report: predict.Prediction, share: float) -> list[float]:
+    """In bytes, of the forward pass, the backward pass and the optimizer's step; of that share of the texts."""
     highest = dict.fromkeys(("forward", "backward", "optimizer"), 0)
     for phase, held in zip(report.phases, report.timeline):
-        highest[phase] = max(highest.get(phase, 0), sum(held))
+        of_texts = 0 if phase == "optimizer" else sum(held[ROLES.index(role)] for role in ("activations", "temporary"))
+        highest[phase] = max(highest.get(phase, 0), sum(held) - (1 - share) * of_texts)
     return [*highest.values()]
 
 
