@@ -113,6 +113,83 @@ def test_windows_are_refused_and_a_second_call_fails_aloud():
         model(*reviews())
 
 
+def a_small(kind):
+    from transformers import AutoConfig, AutoModel
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=500)
+    model = AutoModel.from_config(AutoConfig.for_model(kind, **sizes, hidden_dropout_prob=0.0))
+    with torch.no_grad():  # or the tokens hardly look at each other
+        for weight in model.parameters():
+            weight.mul_(4) if weight.ndim > 1 else None
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "most"),
+    [
+        ("bert", lambda out, mask: out.pooler_output, 1e-5),
+        ("bert", lambda out, mask: (out.last_hidden_state * mask[..., None]).sum(1) / mask.sum(1, keepdim=True), 1e-5),
+        ("bert", lambda out, mask: out.last_hidden_state.mean(1), None),
+        ("albert", lambda out, mask: out.last_hidden_state[:, 0], 1e-5),
+        ("albert", lambda out, mask: out.pooler_output, None),
+        ("convbert", lambda out, mask: out.last_hidden_state[:, 0], None),
+        ("mobilebert", lambda out, mask: out.last_hidden_state[:, 0], None),
+    ],
+    ids=["a pooler", "a masked mean", "padding is read", "ALBERT", "ALBERT's pooler", "ConvBERT", "MobileBERT"],
+)
+def test_the_check_sees_a_model_and_a_head_that_packing_does_not_suit(kind, head, most):
+    """The outputs before and after the call. most: how far apart they may be; None: they are apart."""
+    model, (ids, mask) = a_small(kind), reviews(8)
+    before = head(model(ids, attention_mask=mask), mask)
+    packed(model)
+    after = head(model(ids, attention_mask=mask), mask)
+    apart = (before - after).abs().max() if before.shape == after.shape else float("inf")
+    assert apart <= most if most else apart > 1e-3
+
+
+def test_the_time_of_packing_does_not_explode_with_the_batch():
+    """In calls of functions: of four times the texts each is tried in at most four times the rows."""
+    import cProfile
+    import pstats
+
+    calls = []
+    for count in (64, 256):
+        ids, mask = reviews(count)
+        model = a_small("bert")
+        packed(model)
+        profile = cProfile.Profile()
+        profile.runcall(model, ids, attention_mask=mask)
+        calls.append(pstats.Stats(profile).total_calls)
+    assert calls[1] < 4 * 4 * calls[0], calls
+
+
+def test_layers_are_compiled_once_for_all_packs():
+    import torch._dynamo.testing
+
+    counter = torch._dynamo.testing.CompileCounter()
+    model = a_small("bert")
+    packed(model)
+    for layer in model.encoder.layer:
+        layer.compile(backend=counter)
+    for count in (8, 12, 16, 24, 32):
+        ids, mask = reviews(count)
+        model(ids, attention_mask=mask)
+    torch._dynamo.reset()
+    assert counter.frame_count <= 2, "the first for one shape, the second for all"
+
+
+def test_a_packed_decoder_generates_without_a_cache():
+    from tutorial_utils import shapes
+
+    ids, mask = reviews(6, side="left")
+    options = dict(attention_mask=mask, max_new_tokens=4, do_sample=False)
+    model = shapes.model("decoder", 4).eval()
+    expected = model.generate(ids, **options)
+    packed(model.base_model)
+    assert torch.equal(model.generate(ids, use_cache=False, **options), expected)
+
+
 def test_weights_keep_their_names_and_a_copy_its_own():
     model = regressor().eval()
     names = list(model.state_dict())

@@ -109,6 +109,68 @@ def test_other_families(name):
     assert torch.isclose(chunked_loss(model, batch), model(**batch).loss, rtol=1e-6)
 
 
+AFTER_THE_HEAD = {  # as the page says it
+    "cohere": lambda logits, settings: logits * settings.logit_scale,
+    "granite": lambda logits, settings: logits / settings.logits_scaling,
+    "gemma2": lambda logits, settings: (
+        settings.final_logit_softcapping * torch.tanh(logits / settings.final_logit_softcapping)
+    ),
+}
+
+
+def of_family(kind, **options):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=5000)
+    settings = AutoConfig.for_model(kind, **sizes, num_key_value_heads=1, pad_token_id=0, bos_token_id=1, **options)
+    model = AutoModelForCausalLM.from_config(settings).eval()
+    with torch.no_grad():  # as far from uniform as a pretrained head is
+        model.get_output_embeddings().weight.mul_(20)
+    return model
+
+
+@pytest.mark.parametrize("kind", AFTER_THE_HEAD)
+def test_what_comes_after_the_head_is_seen_by_the_pages_check_and_mended_by_its_hook(kind):
+    options = {"granite": {"logits_scaling": 8.0}, "cohere": {"eos_token_id": 2}}.get(kind, {})
+    model, batch = of_family(kind, **options), batch_of()
+    check = "assert abs(chunked_loss(model, batch) / model(**batch).loss - 1) < 1e-4"
+    assert any(check in "".join(cell["source"]) for cell in LESSON.part_one)
+    with pytest.raises(AssertionError):
+        exec(check, {"chunked_loss": chunked_loss, "model": model, "batch": batch})
+    expected = model(**batch).loss
+    head = model.get_output_embeddings()
+    head.register_forward_hook(lambda _, __, logits: AFTER_THE_HEAD[kind](logits, model.config))
+    assert torch.isclose(chunked_loss(model, batch), expected, rtol=1e-5)
+
+
+def test_compiled_layers_stay_compiled_and_a_compiled_model_is_gone_past():
+    import torch._dynamo.testing
+
+    def graphs(compile_it):
+        model, counter = of_family("llama"), torch._dynamo.testing.CompileCounter()
+        compile_it(model, counter)
+        chunked_loss(model, batch_of()).backward()
+        torch._dynamo.reset()
+        return counter.frame_count
+
+    assert graphs(lambda model, counter: model.compile(backend=counter)) == 0
+    assert graphs(lambda model, counter: [part.compile(backend=counter) for part in model.base_model.layers])
+
+
+def test_rows_without_a_label_cost_nothing_where_they_are_left_out():
+    """The line that the solution names."""
+    line = "hidden, labels = hidden[labels != -100], labels[labels != -100]"
+    assert any(line in "".join(cell["source"]) for cell in LESSON.part_one)
+    source = LESSON.source("copy").replace("    total = 0.0\n", f"    {line}\n    total = 0.0\n")
+    exec(source, less := {})
+    model, batch, rows = of_family("llama"), batch_of(), []
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
+    loss = less["chunked_loss"](model, batch)
+    assert sum(rows) == (batch["labels"][:, 1:] != -100).sum() < batch["labels"].numel()
+    assert torch.isclose(loss, chunked_loss(model, batch), rtol=1e-6)
+
+
 def test_in_a_strangers_decoder(stranger_files, capsys):
     """One line in training and one in validation: the same perplexity and the same weights."""
     edits = {
