@@ -273,6 +273,27 @@ def test_blanks_missing_columns_and_rare_labels(recipe, folder, capsys):
             small_run(recipe, folder)
 
 
+@pytest.mark.parametrize("recipe", [of("fp32, AdamW")], ids=["encoder"])
+@pytest.mark.parametrize("folds", [1, 361])
+def test_folds_that_cannot_be_are_refused_before_the_training(recipe, folder, folds):
+    with pytest.raises(AssertionError, match=f"FOLDS was {folds}; accepted: 2 to 320"):
+        loaded(recipe, folder, folds=folds)["main"]()
+    assert not list(folder.glob("work/*"))
+
+
+def test_rows_without_a_label_leave_a_decoders_score_as_it_is():
+    made = loaded(of("fp32, AdamW", True), ROOT)
+    made["CFG"].micro_batch = 1
+    model = made["make_model"]()
+    row = {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]}
+
+    def collate(rows):
+        return {name: torch.tensor([row[name] for row in rows]) for name in row}
+
+    score = made["score_of"](model, [row], collate)
+    assert made["score_of"](model, [row, row | {"labels": [-100] * 4}], collate) == score < 0
+
+
 def test_the_command_writes_a_script(tmp_path, capsys):
     target = tmp_path / "train.py"
     arguments = ["--model=tiny", "--card=T4", "--length=64", "--effective-batch=16", "--exact", f"--script={target}"]
