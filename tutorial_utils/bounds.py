@@ -130,9 +130,9 @@ def compare(lesson: str, figures: dict[str, float], predicted: dict[str, float] 
     """
     here = machine.facts()
     if here.virtual == "small":  # which computes no numbers: what is made of bytes is right
-        counts = {name for name, bound in _bounds(lesson).items() if bound.get("virtual") == "small"}  # all are due
-        others = _bounds(lesson).keys() - (counts - figures.keys())
-        figures = {name: figures.get(name) if name in of_bytes(lesson) else None for name in others}
+        bounds = _bounds(lesson).items()  # what such a card counts is due: it is left out where it is absent
+        known = [name for name, bound in bounds if name in figures or bound.get("virtual") != "small"]
+        figures = {name: figures.get(name) if name in of_bytes(lesson) else None for name in known}
     check.figures("figures", figures)
     check.figures("predicted", {} if predicted is None else predicted)
     cannot = {name for name, value in figures.items() if value is None}
