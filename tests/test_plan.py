@@ -231,9 +231,9 @@ def test_a_script_learns_and_goes_on_to_the_same_weights(recipe, folder, monkeyp
 
 
 def small_run(recipe, folder):
-    made = loaded(recipe, folder, epochs=1)
+    made = loaded(recipe, folder, epochs=1, output=folder / "a new one" / "out.csv")
     made["main"]()
-    return pandas.read_csv(folder / "out.csv", keep_default_na=False)
+    return pandas.read_csv(folder / "a new one" / "out.csv", keep_default_na=False)
 
 
 @pytest.mark.parametrize("recipe", [of("fp32, AdamW"), of("fp32, AdamW", True)], ids=["encoder", "decoder"])
@@ -263,7 +263,10 @@ def test_blanks_missing_columns_and_rare_labels(recipe, folder, capsys):
     assert found.id.tolist() == list(range(40)) and found[text][5] == ""
     assert recipe.decoder or "p_None" in found and "fewer than 4 rows: rare." in capsys.readouterr().out
     test.rename(columns={text: "Text"}).to_csv(folder / "test.csv", index=False)
-    with pytest.raises(ValueError, match=f"test.csv has no column .*{text}"):
+    with pytest.raises(ValueError, match=f"test.csv has 40 rows of .*Text.*; accepted: 1 or more, of .*{text}"):
+        small_run(recipe, folder)
+    test[:0].to_csv(folder / "test.csv", index=False)
+    with pytest.raises(ValueError, match="test.csv has 0 rows"):
         small_run(recipe, folder)
     if not recipe.decoder:
         train.loc[7, answer] = None
@@ -274,10 +277,10 @@ def test_blanks_missing_columns_and_rare_labels(recipe, folder, capsys):
 
 
 @pytest.mark.parametrize("recipe", [of("fp32, AdamW")], ids=["encoder"])
-@pytest.mark.parametrize("folds", [1, 361])
-def test_folds_that_cannot_be_are_refused_before_the_training(recipe, folder, folds):
-    with pytest.raises(AssertionError, match=f"FOLDS was {folds}; accepted: 2 to 320"):
-        loaded(recipe, folder, folds=folds)["main"]()
+@pytest.mark.parametrize(("folds", "epochs"), [(1, 1), (361, 1), (2, 0)])
+def test_folds_and_epochs_that_cannot_be_are_refused_before_the_training(recipe, folder, folds, epochs):
+    with pytest.raises(AssertionError, match=f"CFG.folds={folds}, CFG.epochs={epochs}: 2 to 320, 1 or more"):
+        loaded(recipe, folder, folds=folds, epochs=epochs)["main"]()
     assert not list(folder.glob("work/*"))
 
 
