@@ -277,6 +277,28 @@ def test_blanks_missing_columns_and_rare_labels(recipe, folder, capsys):
 
 
 @pytest.mark.parametrize("recipe", [of("fp32, AdamW")], ids=["encoder"])
+def test_ids_and_labels_come_back_as_they_were_written(recipe, folder, capsys):
+    train, test = (pandas.read_csv(folder / name, dtype=str) for name in ("train.csv", "test.csv"))
+    codes = {label: f"0{n}" for n, label in enumerate(sorted(train.label.unique()))}
+    train.assign(label=train.label.map(codes)).to_csv(folder / "train.csv", index=False)
+    test.assign(id=test.id.str.zfill(6)).to_csv(folder / "test.csv", index=False)
+    small_run(recipe, folder)
+    found = pandas.read_csv(folder / "a new one" / "out.csv", dtype=str)
+    assert found.id.tolist() == [f"{n:06}" for n in range(40)] and set(found.label) <= set(codes.values())
+
+
+@pytest.mark.parametrize("name", ["fp16, AdamW", "LoRA, fp16"])
+@pytest.mark.parametrize("decoder", [False, True], ids=["encoder", "decoder"])
+def test_what_is_trained_is_in_fp32_whatever_the_file_has(name, decoder, tmp_path):
+    """Or a scaler refuses its gradients, and small steps are rounded away."""
+    model = models.build("tiny-decoder" if decoder else "tiny", 4, "pretrained", causal=decoder)
+    model.half().save_pretrained(tmp_path)
+    made = loaded(of(name, decoder), ROOT, model=str(tmp_path))
+    network = made["make_model"](*([] if decoder else [4]))
+    assert {part.dtype for part in network.parameters() if part.requires_grad} == {torch.float32}
+
+
+@pytest.mark.parametrize("recipe", [of("fp32, AdamW")], ids=["encoder"])
 @pytest.mark.parametrize(("folds", "epochs"), [(1, 1), (361, 1), (2, 0)])
 def test_folds_and_epochs_that_cannot_be_are_refused_before_the_training(recipe, folder, folds, epochs):
     with pytest.raises(AssertionError, match=f"CFG.folds={folds}, CFG.epochs={epochs}: 2 to 320, 1 or more"):
