@@ -9,7 +9,7 @@ from stranger import Ratings, regressor
 from torch.utils.data import DataLoader
 
 from notebooks import copied, lesson, proof_fails, run, source
-from tutorial_utils import bounds, measure
+from tutorial_utils import bounds, measure, models
 
 LESSON = lesson("19")
 COPIED = copied(LESSON)
@@ -248,6 +248,16 @@ def test_hooks_come_off_again():
         hook.remove()
     loss_of(model, batches(4, 1)[0]).backward()
     assert all(p.grad is not None for p in model.parameters()) and not optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("bert-large-uncased", 0.08, 0.12), ("deberta-v3-large", 0.28, 0.33)]
+)
+def test_the_embeddings_share_is_what_the_page_says(name, least, most):
+    with torch.device("meta"):
+        model = models.untrained(models.config(name))
+    share = model.get_input_embeddings().weight.numel() / sum(p.numel() for p in model.parameters())
+    assert least < share < most, "a tenth, nearly a third"
 
 
 def test_frozen_parameters_stay():

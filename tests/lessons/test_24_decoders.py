@@ -109,6 +109,17 @@ def test_other_families(name):
     assert torch.isclose(chunked_loss(model, batch), model(**batch).loss, rtol=1e-6)
 
 
+def test_peft_makes_head_and_embeddings_fp32():
+    """And for Llama 3.1 8B that is 2 GiB more, as the page says."""
+    peft = pytest.importorskip("peft")
+    model = peft.prepare_model_for_kbit_training(stranger().half(), use_gradient_checkpointing=False)
+    tables = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert {table.dtype for table in tables} == {torch.float32}
+    config = models.config("llama-3.1-8b")
+    assert not config.tie_word_embeddings
+    assert 2 * 2 * config.vocab_size * config.hidden_size / 2**30 == pytest.approx(2, rel=0.05)
+
+
 AFTER_THE_HEAD = {  # as the page says it
     "cohere": lambda logits, settings: logits * settings.logit_scale,
     "granite": lambda logits, settings: logits / settings.logits_scaling,

@@ -99,20 +99,20 @@ class _Largest:
         *smaller, whole = [n for n in range(1, self.effective_batch + 1) if self.effective_batch % n == 0]
         if self._at_least(report_of, whole) <= self.gpu.usable:  # it has no gradients of micro-batches before
             yield whole
-        fits = [n for n in smaller if self._at_least(report_of, whole, n) <= self.gpu.usable]
+        fits = [n for n in smaller if self._at_least(report_of, whole, n / whole) <= self.gpu.usable]  # a guess
         for n in smaller[len(fits) :]:
             if self._at_least(report_of, n) > self.gpu.usable:
                 break
             fits.append(n)
         yield from reversed(fits)
 
-    def _at_least(self, report_of: Callable[..., predict.Prediction], n: int, of: int | None = None) -> float:
+    def _at_least(self, report_of: Callable[..., predict.Prediction], n: int, share: float = 1.0) -> float:
         """Bytes of the card. A phase's peak is the highest of lines over the layers: above the line through two.
 
-        of: a number of texts out of the n; about so much if what the passes compute goes with the texts.
+        share: of the n texts. Below 1 it is a guess: that what the passes compute goes with the texts.
         """
         more = models.config(self.step["model"]).num_hidden_layers - FEW[-1]
-        lines = zip(*(_peaks(report_of(n, layers), (of or n) / n) for layers in FEW))
+        lines = zip(*(_peaks(report_of(n, layers), share) for layers in FEW))
         return max(high + (high - low) * more for low, high in lines) + predict.context(self.gpu)
 
     def _with(self, recipes, micro_batch, layers=None):
