@@ -93,7 +93,7 @@ def _attend(output, sums, state, query, key, value, bias, p, causal, scale):
     k, v, _ = _grouped(q, k, v)
     values, logarithms = forward(q, k, v, b, causal, _scale(scale, q), _new(state, q, k, p))
     write(output, values)
-    if sums.numel():
+    if sums is not None and sums.numel():  # cuDNN's has none where no gradient will be asked for
         sums = sums.squeeze(-1) if sums.dim() == 4 else sums
         write(sums[..., : logarithms.shape[-1]], logarithms)
 

@@ -280,7 +280,8 @@ ON_A_CARD = """
 from tutorial_utils import measure
 
 def on_a_card(mib, fit, most):
-    with measure.Tracker(torch.nn.Linear(1, 1), card=mib * 2**20) as card:
+    model = torch.nn.Linear(1, 1).to("cuda" if torch.cuda.is_available() else "cpu")
+    with measure.Tracker(model, card=mib * 2**20) as card:
         found = largest(fit, multiple=4, most=most)
         answers.append((found, bool(fit(found)), bool(fit(found + 4)), card.bytes - 8))
     return found

@@ -121,7 +121,8 @@ def test_the_next_epoch_begins_a_window():
     assert len(taken) == 6 and optimizer.param_groups[0]["params"][0].grad is None
 
 
-def test_in_a_strangers_classifier(stranger_files, capsys):
+def test_in_a_strangers_classifier(stranger_files, monkeypatch, capsys):
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
     mine = "\nimport math\n\ndef loss_of(model, batch):\n    return model(**batch).loss\n"
     edits = {
         "args.epochs * len(train_loader))\n": "args.epochs * math.ceil(len(train_loader) / 4))\n"
@@ -162,6 +163,7 @@ COMPETITION_EDITS = {
 @pytest.mark.parametrize("apex", [False, True], ids=["fp32", "half precision"])
 def test_in_a_strangers_competition_script(stranger_files, monkeypatch, capsys, apex):
     """Its parameter groups, schedule, clipping, folds, validation, and the rows' order in the submission."""
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
     plain = competition(stranger_files, monkeypatch)
     changed = competition(stranger_files, monkeypatch, LESSON.source("copy") + IN_A_COMPETITION, COMPETITION_EDITS)
     plain.CFG.apex = changed.CFG.apex = apex
@@ -202,7 +204,8 @@ def test_a_competition_script_takes_less_memory(stranger_files, monkeypatch):
     assert ratio < 0.6, ratio
 
 
-def test_in_a_strangers_decoder(stranger_files, capsys):
+def test_in_a_strangers_decoder(stranger_files, monkeypatch, capsys):
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
     mine = "\nimport math\n\ndef loss_of(model, batch):\n    return model(**batch).loss\n"
     edits = {
         "EPOCHS * len(loaders[0]))\n": "EPOCHS * len(loaders[0]))\n"

@@ -417,8 +417,9 @@ IN_BACKWARD = "    step_in_backward(optimizer, max_norm=CFG.max_grad_norm)\n"
 @pytest.mark.parametrize("apex", [False, True], ids=["fp32", "autocast in bf16"])
 def test_in_a_strangers_competition_script(stranger_files, monkeypatch, apex):
     """Three groups, a cosine, validation, a submission: as the script with clipping by parameter."""
-    plain = strangers.competition(stranger_files, monkeypatch, "", {CLIP: BY_PARAMETER})
-    edits = {OPTIMIZER: OPTIMIZER + IN_BACKWARD, SCALER: "        loss.backward()\n"}
+    bf16 = {"torch.autocast(CFG.device, ": "torch.autocast(CFG.device, torch.bfloat16, "}
+    plain = strangers.competition(stranger_files, monkeypatch, "", {CLIP: BY_PARAMETER, **bf16})
+    edits = {OPTIMIZER: OPTIMIZER + IN_BACKWARD, SCALER: "        loss.backward()\n", **bf16}
     changed = strangers.competition(stranger_files, monkeypatch, LESSON.source("copy"), edits)
     plain.CFG.apex = changed.CFG.apex = apex
     plain.CFG.max_grad_norm = changed.CFG.max_grad_norm = 0.05

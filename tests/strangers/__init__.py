@@ -26,7 +26,18 @@ def load(name: str, copied: str = "", edits: dict[str, str] | None = None) -> Mo
     first = min(script.index(start) for start in ("\ndef ", "\nclass ") if start in script)
     module = ModuleType(name)
     exec(compile(script[:first] + "\n\n" + copied + "\n" + script[first:], f"<{name}>", "exec"), vars(module))
+    main = module.main
+    module.main = lambda *given: on_the_cpu(module, main(*given))
     return module
+
+
+def on_the_cpu(module: ModuleType, returned):
+    """What a script's main returns, its models and the script moved to where a test makes batches and other models."""
+    for part in returned if isinstance(returned, tuple) else (returned,):
+        if isinstance(part, torch.nn.Module):
+            part.cpu()
+    getattr(module, "CFG", module).device = "cpu"
+    return returned
 
 
 def write_files(folder: Path) -> Path:
