@@ -236,7 +236,7 @@ def run_cells(path: Path, past_failures: bool = False):
     """
     from tutorial_utils import packages
 
-    namespace = {"__name__": "__main__"}
+    namespace = {"__name__": "__main__", "display": say_each}  # which a kernel has by itself
     for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
         if cell["cell_type"] != "code":
             continue
@@ -341,6 +341,11 @@ def say(text: str):
     with suppress(AttributeError):
         sys.stdout.reconfigure(errors="replace")
     print(text, flush=True)
+
+
+def say_each(*shown):
+    """What a notebook displays."""
+    say("\n".join(map(str, shown)))
 
 
 def table(results: list[dict]) -> str:

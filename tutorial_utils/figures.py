@@ -263,10 +263,6 @@ def _name_above(axes, place: float, name: str):
 
 
 def _show(axes, legend: bool = True, show=None):
-    try:
-        from IPython.display import Image, display
-    except ImportError:
-        return
     if legend:
         drawn = {}  # once each, whatever the panels
         for panel in axes.figure.axes:
@@ -275,6 +271,14 @@ def _show(axes, legend: bool = True, show=None):
         columns = max(1, min(3, 62 // (longest + 5)))  # what 480 pixels hold: a wider legend is cut off
         place = dict(loc="outside lower center", ncols=columns, frameon=False)
         axes.figure.legend(drawn.values(), drawn, labelcolor=_TEXT, **place)
-    png = io.BytesIO()
-    axes.figure.savefig(png, format="png", dpi=192, transparent=True)
-    (show or display)(Image(png.getvalue(), width=480))
+    picture(axes.figure, show=show)
+
+
+def picture(figure, width: int = 480, show=None):
+    """A figure of matplotlib, `width` pixels wide and without a background; nothing where there is no notebook."""
+    try:
+        from IPython.display import Image, display
+    except ImportError:
+        return
+    figure.savefig(png := io.BytesIO(), format="png", dpi=192, transparent=True)
+    (show or display)(Image(png.getvalue(), width=width))
