@@ -90,7 +90,6 @@ def script(option: planner.Option, *, model: str, card: str, length: int, effect
         "model": model, "card": machine.gpu(card).name, "recipe": recipe.name, "length": length,
         "hub": models.hub(model), "card_bytes": size(option.prediction.card_bytes), "lr": RATES[recipe.whole],
         "micro_batch": option.micro_batch, "steps": effective_batch // option.micro_batch,
-        "new_tokens": min(64, length // 2),
     }  # fmt: skip
     if has >= {"lora", "encoder"}:
         fields["targets"] = predict.lora_targets(models.config(model).model_type)
@@ -158,10 +157,15 @@ def main(arguments: list[str] | None = None):
         options = planner.plan(**asked, **limits, each=in_processes)
         fitting = [option for option in options if not option.why]
         chosen = [option for option in fitting if given.recipe in (None, option.recipe.name)]
+        if given.script and not fitting:
+            raise ValueError(f"no script: no recipe fits. {planner.instead(options, **asked)}")
         if given.script and not chosen:
             raise ValueError(f"recipe was {given.recipe!r}; accepted: {'; '.join(o.recipe.name for o in fitting)}")
         if given.script:
-            bounds.write_text(given.script, script(chosen[0], **asked))
+            made = script(chosen[0], **asked)
+            if given.script.exists() and given.script.read_text(encoding="utf-8") != made:
+                raise FileExistsError(f"{given.script} is there, and another: name another file, or remove it")
+            bounds.write_text(given.script, made)
     except (ValueError, ImportError, OSError) as error:
         parser().error(str(error))
     if given.json:

@@ -41,7 +41,7 @@ def loaded(recipe: planner.Recipe, folder, **settings) -> dict:
     """The script's functions, told where its files are."""
     namespace = {"__name__": "train"}
     exec(compile(script(recipe), f"<{recipe.name}>", "exec"), namespace)
-    files = dict(train=folder / "train.csv", test=folder / "test.csv", work=folder / "work", output=f"{folder}/out.csv")
+    files = dict(train=folder / "train.csv", test=folder / "test.csv", work=folder / "work", output=folder / "out.csv")
     rate = 5e-4 if recipe.decoder and recipe.whole else 2e-3
     for field, value in (files | dict(folds=2, epochs=2, lr=rate) | settings).items():
         setattr(namespace["CFG"], field, value)
@@ -199,7 +199,7 @@ def test_a_script_learns_and_goes_on_to_the_same_weights(recipe, folder, monkeyp
         assert max(scores) > 0.45, f"accuracy {scores}: a quarter is chance"
     expected = pandas.read_csv(folder / "out.csv")
     if not recipe.decoder:
-        held = pandas.read_csv(folder / "held_out.csv")
+        held = pandas.read_csv(folder / "out_held_out.csv")
         guessed = held.filter(like="p_").idxmax(axis=1).str.removeprefix("p_")
         assert (guessed == held.label).mean() == pytest.approx(np.mean([max(scores[:2]), max(scores[2:])]), abs=1e-4)
     (folder / "out.csv").unlink()
@@ -237,12 +237,17 @@ def small_run(recipe, folder):
 
 
 @pytest.mark.parametrize("recipe", [of("fp32, AdamW"), of("fp32, AdamW", True)], ids=["encoder", "decoder"])
-def test_what_a_folder_holds_is_of_these_data_and_settings(recipe, folder, capsys):
+def test_what_a_folder_holds_is_of_these_data_and_settings(recipe, folder, monkeypatch, capsys):
     """Else the rows of one file would get the answers of another."""
     first = small_run(recipe, folder)
     trained = capsys.readouterr().out.count("epoch 1 of 1")
     small_run(recipe, folder)
-    assert capsys.readouterr().out.count("epoch 1 of 1") == 0 and trained == 2
+    assert trained == 2 and capsys.readouterr().out.startswith("2 of 2 folds are in ")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "Tesla T4")
+    small_run(recipe, folder)
+    assert capsys.readouterr().out.startswith("0 of 2 folds are in "), "a GPU goes on with what a CPU began"
+    monkeypatch.undo()
     test = pandas.read_csv(folder / "test.csv")
     test[::-1].to_csv(folder / "test.csv", index=False)
     turned = small_run(recipe, folder)
@@ -272,7 +277,7 @@ def test_blanks_missing_columns_and_rare_labels(recipe, folder, capsys):
         train.loc[7, answer] = None
         train.to_csv(folder / "train.csv", index=False)
         test.to_csv(folder / "test.csv", index=False)
-        with pytest.raises(ValueError, match="train.csv has rows without a label"):
+        with pytest.raises(ValueError, match="train.csv has the labels .*'',.*; accepted: two or more, none"):
             small_run(recipe, folder)
 
 
@@ -285,6 +290,34 @@ def test_ids_and_labels_come_back_as_they_were_written(recipe, folder, capsys):
     small_run(recipe, folder)
     found = pandas.read_csv(folder / "a new one" / "out.csv", dtype=str)
     assert found.id.tolist() == [f"{n:06}" for n in range(40)] and set(found.label) <= set(codes.values())
+
+
+@pytest.mark.parametrize("recipe", [of("fp32, AdamW"), of("fp32, AdamW", True)], ids=["encoder", "decoder"])
+def test_equal_texts_are_in_one_fold(recipe, folder):
+    """Else a fold is scored on what it has learned by heart."""
+    train = pandas.read_csv(folder / "train.csv")
+    pandas.concat([train, train[:50]]).to_csv(folder / "train.csv", index=False)
+    made, seen = loaded(recipe, folder), []
+
+    class Seen(Exception):
+        pass
+
+    def train_fold(fold, mine, held_out, *_):
+        seen.append([{tuple(row["input_ids"]) for row in rows} for rows in (mine, held_out)])
+        raise Seen
+
+    made["train_fold"] = train_fold
+    with pytest.raises(Seen):
+        made["main"]()
+    ((mine, held_out),) = seen
+    assert len(mine) > 50 and len(held_out) > 50 and not mine & held_out
+
+
+@pytest.mark.parametrize("recipe", [of("fp32, AdamW")], ids=["encoder"])
+def test_one_label_is_refused(recipe, folder):
+    pandas.read_csv(folder / "train.csv").assign(label="same").to_csv(folder / "train.csv", index=False)
+    with pytest.raises(ValueError, match="train.csv has the labels .'same'.; accepted: two or more"):
+        small_run(recipe, folder)
 
 
 @pytest.mark.parametrize("name", ["fp16, AdamW", "LoRA, fp16"])
@@ -328,6 +361,18 @@ def test_the_command_writes_a_script(tmp_path, capsys):
     assert "checkpoint_layers(model)" in target.read_text() and models.hub("tiny") in target.read_text()
     plan.main(arguments[:-1])
     assert "takes another step than the plain loop" in capsys.readouterr().out
+    target.write_text(edited := target.read_text() + "# mine\n")
+    with pytest.raises(SystemExit):
+        plan.main(arguments)
+    assert "is there, and another: name another file" in capsys.readouterr().err and target.read_text() == edited
+
+
+def test_where_nothing_fits_there_is_no_script(tmp_path, capsys):
+    target = tmp_path / "train.py"
+    with pytest.raises(SystemExit):
+        plan.main(["--model=bert-large-uncased", "--card=1 GiB", "--length=128", "--exact", f"--script={target}"])
+    said = capsys.readouterr().err
+    assert "no script: no recipe fits. The smallest card that would do: " in said and not target.exists()
 
 
 @pytest.mark.parametrize(
