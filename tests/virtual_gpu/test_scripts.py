@@ -53,7 +53,7 @@ if recipe.decoder:
 else:
     of["train_fold"](0, rows, rows[:BATCH], rows[:BATCH], 2, DataCollatorWithPadding(tokenizer))
 stats = torch.cuda.memory_stats()
-libraries = found.card_parts["cuBLAS workspaces"] if CUBLAS else 0
+libraries = found.card_parts["cuBLAS workspaces"]
 print(stats["requested_bytes.all.peak"], found.peak + libraries, stats["reserved_bytes.all.peak"], found.reserved)
 """
 HERE = machine.facts()
@@ -79,9 +79,8 @@ def on_this_gpu(code: str) -> str:
 @pytest.mark.parametrize(("card", "half", "model", "batch", "name"), CASES)
 def test_a_script_takes_what_was_predicted(card, half, model, batch, name, tmp_path):
     given = f"import os\nos.environ['WORK'] = {str(tmp_path)!r}\n"
-    real = card == HERE.name
-    given += f"CARD, HALF, MODEL, BATCH, NAME, CUBLAS = {(card, half, model, batch, name, real)}\n"
-    printed = on_this_gpu(given + CODE) if real else on(card, given + CODE)
+    given += f"CARD, HALF, MODEL, BATCH, NAME = {(card, half, model, batch, name)}\n"
+    printed = on_this_gpu(given + CODE) if card == HERE.name else on(card, given + CODE)
     counted, predicted, reserved, expected = map(int, printed.split()[-4:])
-    assert abs(predicted / counted - 1) <= 0.02, f"counted {counted:,}, predicted {predicted:,}"
+    assert abs(predicted / counted - 1) <= 0.01, f"counted {counted:,}, predicted {predicted:,}"
     assert abs(expected / reserved - 1) <= 0.05, f"reserved {reserved:,}, predicted {expected:,}"
