@@ -69,9 +69,23 @@ class Lesson:
         return needed
 
 
+class Generators(ast.NodeTransformer):
+    """Every comprehension as a generator: from Python 3.12 on the others' variables are the cell's."""
+
+    def visit_ListComp(self, node):
+        self.generic_visit(node)
+        return ast.GeneratorExp(node.elt, node.generators)
+
+    visit_SetComp = visit_ListComp
+
+    def visit_DictComp(self, node):
+        self.generic_visit(node)
+        return ast.GeneratorExp(ast.Tuple([node.key, node.value], ast.Load()), node.generators)
+
+
 def names(code: str) -> tuple[set[str], set[str]]:
     """(the global names that a cell defines, those that it takes from the cells before it)"""
-    module = symtable.symtable(code, "<cell>", "exec")
+    module = symtable.symtable(ast.unparse(Generators().visit(ast.parse(code))), "<cell>", "exec")
     defines = {s.get_name() for s in module.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
     reads, tables = {s.get_name() for s in module.get_symbols() if s.is_referenced()}, module.get_children()
     while tables:

@@ -113,7 +113,8 @@ def test_the_tiny_decoder_tells_completions_better_than_random_weights():
     assert losses["pretrained"]["after"] < losses["random"]["after"] - 1, losses
     recipe = json.loads((models.TINY_DECODER / "recipe.json").read_text())
     recorded = recipe["completion_loss_after_fine_tuning"]["pretrained"]["after"]
-    assert abs(losses["pretrained"]["after"] - recorded) < 0.1
+    # A GPU draws other numbers for dropout.
+    assert abs(losses["pretrained"]["after"] - recorded) < (0.25 if torch.cuda.is_available() else 0.1)
     assert sum(path.stat().st_size for path in models.TINY_DECODER.iterdir()) < 10 * 2**20
 
 

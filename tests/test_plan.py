@@ -48,6 +48,13 @@ def loaded(recipe: planner.Recipe, folder, **settings) -> dict:
     return namespace
 
 
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    """Where a test has used a GPU, torch lets no process fork."""
+    if torch.cuda.is_available():
+        monkeypatch.setattr(plan, "in_processes", map)
+
+
 def rows_of(decoder: bool) -> pandas.DataFrame:
     if decoder:
         return pandas.DataFrame(data.completions()[0].select(range(200)).to_list())[["prompt", "completion"]]
@@ -94,7 +101,7 @@ def test_operations_are_those_that_are_counted():
     from torch.utils.flop_counter import FlopCounterMode
 
     def counted(recipe):
-        made = loaded(recipe, ROOT)
+        made = loaded(recipe, ROOT, device="cpu")
         model, ids = made["make_model"](*([] if recipe.decoder else [4])), torch.ones(4, 64, dtype=torch.long)
         with FlopCounterMode(display=False) as counter:
             labels = ids if recipe.decoder else ids[:, 0]

@@ -10,10 +10,11 @@ from tutorial_utils import data
 
 @pytest.fixture
 def script(stranger_files, monkeypatch):
-    """The recipe's functions, for a CPU and a small model without dropout."""
+    """The recipe's functions, on a CPU, for a small model without dropout."""
     monkeypatch.setenv("DATA", str(stranger_files / "scores"))
     monkeypatch.setenv("MODEL", str(stranger_files / "bert"))
     made = recipe.recipe({})
+    made["CFG"].device, made["CFG"].half = "cpu", None
     made["CFG"].max_length, made["CFG"].encoder_lr, made["CFG"].head_lr = 64, 2e-4, 1e-3
     return made
 
@@ -31,6 +32,8 @@ def test_it_is_one_short_file_and_each_edit_is_of_it():
 
 
 def test_it_learns_and_predicts_rows_without_targets_in_their_order(script, capsys):
+    here = ("cuda", torch.float16) if torch.cuda.is_available() else ("cpu", None)
+    script["CFG"].device, script["CFG"].half = here
     submission = script["main"]()
     test = script["pd"].read_csv(f"{script['CFG'].data}/test.csv")
     assert submission["id"].equals(test["id"]) and submission.notna().all(axis=None)

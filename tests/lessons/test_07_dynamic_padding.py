@@ -188,7 +188,7 @@ def test_a_competition_step_on_short_texts_takes_less_memory(stranger_files, mon
     tokenizer = plain.AutoTokenizer.from_pretrained(plain.CFG.model)
 
     def peak(loader):
-        model = plain.CustomModel()
+        model = plain.CustomModel().to(plain.CFG.device)
         optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), torch.amp.GradScaler(enabled=False)
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
         step = partial(plain.train_fn, loader, model, plain.nn.SmoothL1Loss(), optimizer, scheduler, scaler)

@@ -272,7 +272,7 @@ def test_a_competition_step_on_short_windows_takes_less_memory(stranger_files, m
     def peak(length):
         script = changed_competition(stranger_files, monkeypatch, "half_over", ITS_WINDOWS, length)
         rows = script.TextDataset(script.pd.read_csv(stranger_files / "scores" / "train.csv"), data.tokenizer())
-        model = script.CustomModel()
+        model = script.CustomModel().to(script.CFG.device)
         optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), torch.amp.GradScaler(enabled=False)
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
         loader = DataLoader(torch.utils.data.Subset(rows, range(16)), 16)

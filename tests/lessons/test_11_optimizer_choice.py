@@ -249,16 +249,16 @@ def test_without_bitsandbytes_and_on_a_gpu(monkeypatch):
     assert not space["has_bnb"] and "adamw, 8 bit" not in space["KINDS"]
     assert "`bitsandbytes`" in space["tried"]("adamw_bnb_8bit")["reason"]
     assert space["tried"]("sgd")["library"] == "torch"
-    seconds = space["times_of_2022"](space["fresh"](), "adafactor", "cpu", 2, 32)
+    seconds = space["times_of_2022"](space["fresh"](), "adafactor", space["device"], 2, 32)
     assert seconds.ratio("all four", to="plain") > 0 and seconds.ratio("adafactor", to="plain") > 0
-    assert space["times_on_ladder"](space["fresh"](), "cpu", 2).ratio("adafactor", to="adamw, for-loop") > 0
+    assert space["times_on_ladder"](space["fresh"](), space["device"], 2).ratio("adafactor", to="adamw, for-loop") > 0
 
     whole, pieces = space["fresh"]().eval(), space["fresh"]().eval()
-    batch = space["batches"](4)[0]
+    batch = space["batches"](4)[0].to(space["device"])
     parts = [{name: value[i : i + 1] for name, value in batch.items()} for i in range(4)]
     one, other = (space["build_optimizer"]("sgd", model.parameters(), lr=1.0) for model in (whole, pieces))
     space["train"](whole, one, [batch])
-    space["accumulated"](pieces, other, parts, "cpu", False)()
+    space["accumulated"](pieces, other, parts, space["device"], False)()
     for a, b in zip(whole.parameters(), pieces.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     assert not torch.equal(whole.classifier.weight, space["fresh"]().classifier.weight)

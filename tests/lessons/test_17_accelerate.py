@@ -179,12 +179,13 @@ def test_in_a_strangers_competition_script(stranger_files, monkeypatch, capsys, 
 
 
 def test_a_competition_script_takes_less_memory(stranger_files, monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
     plain = competition(stranger_files, monkeypatch)
     changed = competition(stranger_files, monkeypatch, LESSON.source("copy") + IN_A_COMPETITION, COMPETITION_EDITS)
 
     def peak(script, size, train):
         script.CFG.apex = False
-        model = script.CustomModel()
+        model = script.CustomModel().to(script.CFG.device)
         optimizer = torch.optim.AdamW(script.get_optimizer_params(model))
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
         frame = script.pd.read_csv(stranger_files / "scores" / "train.csv").iloc[:32]

@@ -38,12 +38,19 @@ def cells_for(name):
     return needed
 
 
+BACK, ENDS = (
+    ("kept.to(device)", ("", ".roll(1)"))
+    if torch.cuda.is_available()
+    else ("torch.from_numpy(kept)", (".clone()", ".roll(1)"))
+)
+
+
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [
         ("exact", '(loss * size / len(inputs["labels"])).backward()', "loss.backward()"),
         ("exact", "optimizer.param_groups, p.grad = groups, None", "optimizer.param_groups = groups"),
-        ("exact", "return torch.from_numpy(kept).clone()", "return torch.from_numpy(kept).roll(1)"),
+        ("exact", *(f"return {BACK}{end}" for end in ENDS)),
         ("pitfall-micro-batches", "step_in_backward(optimizer) if hooked else optimizer", "optimizer"),
         ("pitfall-reentrant", "use_reentrant=reentrant", "use_reentrant=False"),
         (
