@@ -111,6 +111,32 @@ def test_called_twice_over_frozen_layers():
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
 
 
+def gradients_of_exchanged_weights(prepare, early):
+    """Those of a loss with other weights, which are put back before the backward pass, or after it."""
+    model = regressor().train()
+    prepare(model)
+    own = [p.data for p in model.parameters()]
+
+    def put_back():
+        for p, data in zip(model.parameters(), own):
+            p.data = data
+
+    for p in model.parameters():
+        p.data = 1.5 * p.data
+    torch.manual_seed(1)
+    loss = model(input_ids=torch.arange(5, 69).view(2, 32)).logits.square().mean()
+    for act in (put_back, loss.backward) if early else (loss.backward, put_back):
+        act()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["put back after it", "put back before it"])
+def test_weights_that_are_exchanged_stay_for_the_backward_pass(early):
+    """A layer runs again with the weights that are there."""
+    plain, found = (gradients_of_exchanged_weights(prepare, early) for prepare in (lambda _: None, checkpoint_layers))
+    assert all(map(torch.equal, plain, found)) is not early
+
+
 def test_nothing_to_switch_is_an_error():
     with pytest.raises(StopIteration):
         checkpoint_layers(torch.nn.Linear(2, 2))

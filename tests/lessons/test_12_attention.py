@@ -108,6 +108,16 @@ def small_deberta():
     return models.build("deberta-v3-small", **sizes).train()
 
 
+def test_an_attention_of_ones_own_stays():
+    """Made of DeBERTa's, with a forward of its own, which would be lost."""
+    model = small_deberta()
+    attention = model.deberta.encoder.layer[0].attention.self
+    attention.__class__ = own = type("Own", (type(attention),), {})
+    COPIED["lean_attention"](model)
+    assert type(attention) is own
+    assert type(model.deberta.encoder.layer[1].attention.self) is COPIED["Recomputed"]
+
+
 def test_deberta_computes_its_attention_again(capfd):
     """In the backward pass, and no gradient changes; weights keep their names; nothing is logged."""
     calls, ids = [], torch.arange(5, 45).view(2, 20)

@@ -192,6 +192,38 @@ def test_a_decoders_output_layer_stays(tied):
     assert sum("lora_A" in name for name in trains(model)) == 2 * 7
 
 
+def test_two_backbones_are_called_one_by_one():
+    """By one call the first alone gets adapters, and the second trains whole."""
+    from transformers import AutoConfig, AutoModel
+
+    def pair():
+        return torch.nn.ModuleList([AutoModel.from_config(AutoConfig.from_pretrained(data.TINY)) for _ in range(2)])
+
+    once, each = pair(), pair()
+    with_lora(once)
+    for backbone in each:
+        with_lora(backbone)
+    adapters = [[sum("lora_A" in name for name, _ in part.named_parameters()) for part in two] for two in (once, each)]
+    assert adapters == [[24, 0], [24, 24]]
+
+
+@pytest.mark.parametrize(
+    ("head", "skip", "packed"),
+    [("score", ["classifier", "pooler.dense"], True), ("score", ["score"], False), ("lm_head", None, False)],
+)
+def test_what_is_new_is_named_for_4_bits(head, skip, packed, tmp_path):
+    """Of a Llama classifier the score; a language model's head is left out by itself."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig, LlamaConfig
+
+    kind = AutoModelForCausalLM if head == "lm_head" else AutoModelForSequenceClassification
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, vocab_size=100)
+    kind.from_config(LlamaConfig(**sizes)).save_pretrained(tmp_path)
+    recipe = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skip)
+    model = kind.from_pretrained(tmp_path, quantization_config=recipe, dtype=torch.float32)
+    assert (type(getattr(model, head)).__name__ == "Linear4bit") is packed
+
+
 def test_a_base_of_4_bits_inside_a_module_of_ones_own():
     """Its adapters know that what they stand beside is packed."""
     pytest.importorskip("bitsandbytes")

@@ -127,6 +127,35 @@ def test_copied(dtype):
         assert (p != q).float().mean() > (0.5 if used else 0.05), name
 
 
+def test_rotary_positions_keep_their_frequencies():
+    """Where parameters alone are turned to 16 bits; `to` turns the buffers, too."""
+    from transformers import LlamaConfig, LlamaModel
+
+    sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=100)
+    whole, apart = (LlamaModel(LlamaConfig(**sizes)) for _ in range(2))
+    whole.to(torch.bfloat16)
+    for p in apart.parameters():
+        p.data = p.data.bfloat16()
+    assert {p.dtype for model in (whole, apart) for p in model.parameters()} == {torch.bfloat16}
+    frequencies = [model.rotary_emb.inv_freq for model in (whole, apart)]
+    assert [kept.dtype for kept in frequencies] == [torch.bfloat16, torch.float32]
+    angles = [512 * kept.double() for kept in frequencies]
+    assert (angles[0] - angles[1]).abs().max() > 0.05, "radians at position 512"
+
+
+def test_an_average_of_16_bit_weights_stands_still():
+    """One of fp32 moves: a thousandth of a small difference is below half of a step of bf16."""
+    model = regressor().to(torch.bfloat16)
+    moved = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        average = [p.detach().to(dtype).clone() for p in model.parameters()]
+        for mean, p in zip(average, model.parameters()):
+            mean.lerp_(1.01 * p.detach().to(dtype), 0.001)
+        pairs = list(zip(average, model.parameters()))
+        moved[dtype] = sum((mean != p).sum() for mean, p in pairs) / sum(p.numel() for _, p in pairs)
+    assert moved[torch.bfloat16] < 0.1 and moved[torch.float32] > 0.9, moved
+
+
 def test_memory():
     """Weights of two bytes and no gradients: less than an ordinary step in 16 bits at the same size."""
     batch = batches(2, 1)[0]
