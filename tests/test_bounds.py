@@ -218,6 +218,24 @@ def test_a_virtual_gpu_counts_at_real_size_what_a_real_one_held():
     assert compared >= 40
 
 
+def test_peaks_of_a_virtual_a100_are_those_of_an_h100():
+    """The same kernels but for fp16's attention (lesson 03): most peaks at real size are equal to the byte."""
+    folder = bounds.FACTS / "bounds"
+    real, virtual = (
+        bounds.load(folder / f"{name}.json")["lessons"]
+        for name in ("nvidia-h100-80gb-hbm3", "real-size/virtual-a100-sxm4-40gb")
+    )
+    pairs = {
+        f"{lesson}: {name}": (counted, real[lesson]["figures"][name])
+        for lesson, row in virtual.items()
+        for name, counted in row["figures"].items()
+        if name.endswith("_bytes") and name in real.get(lesson, {"figures": {}})["figures"]
+    }
+    apart = {name: abs(counted / held - 1) for name, (counted, held) in pairs.items()}
+    assert max(apart.values()) <= 0.003, sorted(apart.items(), key=lambda one: one[1])[-3:]
+    assert sum(distance == 0 for distance in apart.values()) >= 23 and len(apart) >= 29
+
+
 def test_what_virtual_gpus_count_is_whole(monkeypatch):
     """A cell that ran out of memory there once left a figure out, and the recording said that all were inside."""
     cards = {content["machine"]["name"]: content for content in bounds.recordings("real-size")}
