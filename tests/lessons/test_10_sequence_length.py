@@ -67,6 +67,7 @@ def test_head_and_tail(length, head):
 
 def test_no_room_at_all():
     assert head_and_tail([1, 2, 3], 0, 0) == []
+    assert head_and_tail([*range(20)], 14, head=16) == [*range(14)], "a head that is longer than the room"
 
 
 @pytest.mark.parametrize(("length", "expected"), [(0, 1), (5, 1), (14, 1), (15, 2), (24, 2), (25, 3), (34, 3), (35, 4)])
