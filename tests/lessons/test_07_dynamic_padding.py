@@ -232,3 +232,20 @@ def test_pairs_of_texts_need_the_exercise():
     rows = rows_of(tokenizer, ["one", "two words and more"], 16)
     with pytest.raises((RuntimeError, TypeError)):
         list(dynamic_loader([*zip(rows, rows[::-1], range(2))], tokenizer, 2))
+
+
+def test_padding_on_the_left_of_a_model_that_counts_positions():
+    """With a mask and all, unless the positions are passed."""
+    from transformers import GPT2Config, GPT2Model
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=50, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=1)
+    model = GPT2Model(GPT2Config(**sizes)).eval()
+    ids, mask = torch.tensor([[0, 0, 5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1, 1, 1]])
+
+    def last(**inputs):
+        return model(**inputs).last_hidden_state[0, -1]
+
+    alone, padded = last(input_ids=ids[:, 2:]), last(input_ids=ids, attention_mask=mask)
+    mended = last(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(0))
+    assert (alone - padded).abs().max() > 0.1 and (alone - mended).abs().max() < 1e-5
