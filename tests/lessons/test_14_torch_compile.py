@@ -1,3 +1,4 @@
+import copy
 import os
 from types import SimpleNamespace
 
@@ -228,6 +229,27 @@ def test_in_a_strangers_competition_script(stranger_files, monkeypatch, apex):
         assert apart(before, after) <= 1e-3
     assert (submission.id == other.id).all() and other.notna().all(axis=None)
     assert (submission - other).abs().max().max() <= (0.05 if apex else 1e-3)
+
+
+@pytest.mark.parametrize("on_a_copy", [False, True], ids=["on the model", "on a copy"])
+def test_generating_before_training(on_a_copy, caplog):
+    """On the model it fills the limit of graphs, and training runs plain, with a warning alone; a copy is plain."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(hidden_size=64, intermediate_size=64, num_attention_heads=2, vocab_size=200)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4)).train()
+    runs = []
+
+    def counting(graph, _):
+        return lambda *given: runs.append(1) or graph(*given)
+
+    COPIED["compile_layers"](model, dynamic=True, backend=counting)
+    ids = torch.arange(10).view(2, 5)
+    (copy.deepcopy(model) if on_a_copy else model).eval().generate(ids, max_new_tokens=12, do_sample=False)
+    model.config.use_cache = False
+    runs.clear()
+    model.train()(input_ids=ids, labels=ids).loss.backward()
+    assert len(runs) == (4 if on_a_copy else 0)
 
 
 def test_in_a_strangers_decoder(stranger_files, capsys):
