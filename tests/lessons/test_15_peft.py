@@ -290,10 +290,21 @@ def test_bitsandbytes_without_kernels_for_the_gpu(monkeypatch, put_back):
     [cell] = [source(cell) for cell in LESSON.code if cell["id"] == "try-four-bits"]
     failed = subprocess.CompletedProcess([], 1, "", "Traceback\nRuntimeError: no kernel image")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
-    said = run(cell, namespace := {"device": "cuda", "packages": packages, "has_peft": True})
+    said = run(cell, namespace := {"device": "cuda", "packages": packages, "has_4bit": True})
     assert "left out: the base of 4 bits. bitsandbytes: RuntimeError: no kernel image" in said
     assert not namespace["has_4bit"]
     assert "qlora_7b_gb" not in bounds._expected("15_peft", machine.facts())
+
+
+def test_bitsandbytes_comes_before_peft_looks_for_it():
+    """Which it does once: what was added later would not be seen, and QLoRA's adapters be those of plain layers."""
+    sources = [source(cell) for cell in LESSON.code]
+    added = next(i for i, code in enumerate(sources) if 'need("bitsandbytes"' in code)
+    used = next(i for i, code in enumerate(sources) if "with_lora(" in code and "def with_lora" not in code)
+    assert added < used
+    from peft import import_utils
+
+    assert hasattr(import_utils.is_bnb_available, "cache_info"), "peft looks again: the order does not matter any more"
 
 
 def test_beside_an_old_torchao(tmp_path):
