@@ -232,7 +232,7 @@ def test_in_a_strangers_competition_script(stranger_files, monkeypatch, apex):
 
 
 @pytest.mark.parametrize("on_a_copy", [False, True], ids=["on the model", "on a copy"])
-def test_generating_before_training(on_a_copy, caplog):
+def test_generating_before_training(on_a_copy):
     """On the model it fills the limit of graphs, and training runs plain, with a warning alone; a copy is plain."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

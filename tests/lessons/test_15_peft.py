@@ -205,6 +205,7 @@ def test_two_backbones_are_called_one_by_one():
         with_lora(backbone)
     adapters = [[sum("lora_A" in name for name, _ in part.named_parameters()) for part in two] for two in (once, each)]
     assert adapters == [[24, 0], [24, 24]]
+    assert all(p.requires_grad for p in once[1].parameters())
 
 
 @pytest.mark.parametrize(
