@@ -82,5 +82,5 @@ def test_a_script_takes_what_was_predicted(card, half, model, batch, name, tmp_p
     given += f"CARD, HALF, MODEL, BATCH, NAME = {(card, half, model, batch, name)}\n"
     printed = on_this_gpu(given + CODE) if card == HERE.name else on(card, given + CODE)
     counted, predicted, reserved, expected = map(int, printed.split()[-4:])
-    assert abs(predicted / counted - 1) <= 0.01, f"counted {counted:,}, predicted {predicted:,}"
+    assert abs(predicted / counted - 1) <= 0.02, f"counted {counted:,}, predicted {predicted:,}"
     assert abs(expected / reserved - 1) <= 0.05, f"reserved {reserved:,}, predicted {expected:,}"
