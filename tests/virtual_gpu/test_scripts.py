@@ -53,8 +53,8 @@ if recipe.decoder:
 else:
     of["train_fold"](0, rows, rows[:BATCH], rows[:BATCH], 2, DataCollatorWithPadding(tokenizer))
 stats = torch.cuda.memory_stats()
-libraries = found.card_parts["cuBLAS workspaces"]
-print(stats["requested_bytes.all.peak"], found.peak + libraries, stats["reserved_bytes.all.peak"], found.reserved)
+cublas = found.card_parts["cuBLAS workspaces"]
+print(stats["requested_bytes.all.peak"], found.peak, cublas, stats["reserved_bytes.all.peak"], found.reserved)
 """
 HERE = machine.facts()
 CARDS = [("T4", "fp16", [virtual]), ("A100", "bf16", [virtual])]
@@ -80,7 +80,10 @@ def on_this_gpu(code: str) -> str:
 def test_a_script_takes_what_was_predicted(card, half, model, batch, name, tmp_path):
     given = f"import os\nos.environ['WORK'] = {str(tmp_path)!r}\n"
     given += f"CARD, HALF, MODEL, BATCH, NAME = {(card, half, model, batch, name)}\n"
-    printed = on_this_gpu(given + CODE) if card == HERE.name else on(card, given + CODE)
-    counted, predicted, reserved, expected = map(int, printed.split()[-4:])
-    assert abs(predicted / counted - 1) <= 0.02, f"counted {counted:,}, predicted {predicted:,}"
+    real = card == HERE.name
+    printed = on_this_gpu(given + CODE) if real else on(card, given + CODE)
+    counted, predicted, cublas, reserved, expected = map(int, printed.split()[-5:])
+    # From compute capability 9.0 on cuBLAS's two workspaces are 64 MiB; a peak in the forward pass has one, or none.
+    most = predicted + (cublas if real else 0)
+    assert 0.98 * predicted <= counted <= 1.02 * most, f"counted {counted:,}, predicted {predicted:,} to {most:,}"
     assert abs(expected / reserved - 1) <= 0.05, f"reserved {reserved:,}, predicted {expected:,}"
