@@ -3,8 +3,10 @@
 import dataclasses
 import os
 import platform
+import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 import torch
@@ -259,3 +261,12 @@ def test_an_unreachable_hub_is_known_at_once(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
     assert machine.hub_reachable() is False
+
+
+def test_every_figure_of_a_card_has_an_address():
+    address = re.compile(r"https?://\S+\.|github\.com/[\w.-]+/[\w.-]+: \S|the file above")
+    cards = tomllib.loads((ROOT / "tutorial_utils" / "facts" / "gpus.toml").read_text(encoding="utf-8"))
+    for name, card in cards.items():
+        assert len(card["sources"]) == 3, f"{name}: one source each of memory_mib, total_mib and multiprocessors"
+        for source in card["sources"]:
+            assert address.search(source) and "no known address" not in source, f"{name}: {source}"

@@ -1,6 +1,7 @@
 import tempfile
 from types import SimpleNamespace
 
+import numpy
 import pandas
 import pytest
 import strangers
@@ -29,7 +30,7 @@ SORTED = "*sorted(vocabulary, key=vocabulary.get)"
         ("for tokenize in (tokenizer, slow))", CUT),
         ("normal(text[start:end])", "normal(text[start + 1:end + 1])"),
         ("self.ends[index:index + 2]", "(self.ends[index:index + 2] - 1).clamp(min=0)"),
-        ("rows, parts, lengths = list(rows)", "rows, parts, lengths = list(rows)[::-1]"),
+        ("rows, parts, sizes = list(rows)", "rows, parts, sizes = list(rows)[::-1]"),
     ],
     ids=[
         "case kept",
@@ -271,3 +272,27 @@ def test_deberta_in_sentencepiece():
     one, other = (tokenize(namespace["spaced"], **options)["input_ids"] for tokenize in (rust, cpp))
     differ = [(a, b) for a, b in zip(one, other, strict=True) if a != b]
     assert not cpp.is_fast and len(differ) <= 0.02 * len(one) and all(len(a) == len(b) for a, b in differ)
+
+
+def test_lists_of_another_length_are_refused():
+    """Such as start positions, or the labels of a sequence-to-sequence model, which would come out shifted."""
+    with pytest.raises(AssertionError, match="as long as input_ids"):
+        TokenizedOnce(lambda rows: {"input_ids": [[1, 2, 3]] * len(rows), "start": [[0]] * len(rows)}, range(3))
+    with pytest.raises(ValueError, match="zip"):  # windows: more rows than texts
+        TokenizedOnce(lambda rows: {"input_ids": [[1, 2]] * (len(rows) + 1)}, range(3))
+
+
+def test_numbers_of_numpy_keep_their_fractions():
+    for scores in (numpy.linspace(0, 1, 3), numpy.linspace(0, 1, 3, dtype=numpy.float32)):
+        rows = TokenizedOnce(lambda rows, scores=scores: {"input_ids": [[1, 2, 3]], "labels": [scores]}, range(1))
+        assert rows[0] == {"input_ids": [1, 2, 3], "labels": [0.0, 0.5, 1.0]}
+
+
+def test_a_long_prompt_leaves_the_answer_and_its_end():
+    namespace = {"tokenizer": data.tokenizer()}
+    exec(source(next(cell for cell in LESSON.cells if cell.get("id") == "shapes")), namespace)
+    encode_answers = namespace["encode_answers"]
+    (ids,), (labels,) = encode_answers([{"prompt": "returns " * 600, "answer": "a value"}], most=64).values()
+    assert len(ids) == len(labels) == 64 and labels[-1] == data.tokenizer().sep_token_id
+    assert [label for label in labels if label != -100] == ids[-sum(label != -100 for label in labels) :]
+    assert sum(label != -100 for label in labels) >= 3

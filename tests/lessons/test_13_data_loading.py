@@ -14,7 +14,7 @@ import strangers
 import torch
 from stranger import Ratings, regressor
 from strangers import competition, counted, same_weights
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, get_worker_info
 
 from notebooks import copied, lesson, proof_fails, run, source
 from tutorial_utils import bounds
@@ -22,7 +22,7 @@ from tutorial_utils import bounds
 LESSON = lesson("13")
 COPIED = copied(LESSON)
 worker_loader, watched = COPIED["worker_loader"], COPIED["watched"]
-OF_ORDER = 'options.setdefault("sampler", RandomSampler(dataset, generator=torch.Generator().manual_seed(seed)))'
+OF_ORDER = 'options["sampler"] = RandomSampler(dataset, generator=torch.Generator().manual_seed(seed))'
 
 
 def cell(name):
@@ -33,6 +33,7 @@ def cell(name):
 def test_a_sampler_of_ones_own_is_not_dropped():
     mine = torch.utils.data.SequentialSampler(range(8))
     assert worker_loader(range(8), 4, shuffle=True, sampler=mine).sampler is mine
+    assert type(worker_loader(range(8), 4, shuffle=True, sampler=None).sampler) is RandomSampler, "it must be shuffled"
 
 
 @pytest.mark.parametrize(

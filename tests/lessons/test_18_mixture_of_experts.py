@@ -111,6 +111,29 @@ def test_a_model_without_known_layers_is_an_error():
         USE(regressor())
 
 
+def test_twice_or_without_known_layers_is_refused():
+    from transformers import AlbertConfig, AlbertModel
+
+    albert = AlbertModel(AlbertConfig(vocab_size=30, hidden_size=64, intermediate_size=64, num_attention_heads=2))
+    for model in (USE(small("bert")), albert):
+        with pytest.raises(AssertionError, match="no known layers"):
+            USE(model)
+
+
+def test_frozen_layers_stay_frozen_and_are_not_balanced():
+    """Nothing below the first layer that trains keeps a graph, whenever it was frozen."""
+    for early in (True, False):
+        model = small("bert")
+        if not early:
+            USE(model)
+        for part in (model.embeddings, model.encoder.layer[0]):
+            part.requires_grad_(False)
+        if early:
+            USE(model)
+        hidden = model(torch.arange(5, 25).view(2, 10), output_hidden_states=True).hidden_states
+        assert not hidden[1].requires_grad and hidden[2].requires_grad and BALANCE(model).requires_grad
+
+
 def test_wrapped_by_hand_the_router_has_the_type_of_the_experts():
     batch, dense, sparse = next(iter(DataLoader(Ratings(8), batch_size=8))), regressor().double(), regressor().double()
     for block in sparse.distilbert.transformer.layer:
