@@ -50,7 +50,7 @@ def collator(tokenizer):
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.backbone = AutoModel.from_pretrained(CFG.model)
+        self.backbone = AutoModel.from_pretrained(CFG.model, dtype=torch.float32)  # 03
         self.head = torch.nn.Linear(self.backbone.config.hidden_size, len(CFG.targets))
         newer = getattr(self.backbone, "activation_checkpointing_enable", None)
         (newer or self.backbone.gradient_checkpointing_enable)({"use_reentrant": False})  # 05

@@ -51,7 +51,7 @@ LESSON = lesson("{number}")
 COPIED = copied(LESSON)
 
 
-@pytest.mark.parametrize(("old", "new"), [])
+@pytest.mark.parametrize(("old", "new"), [("what the proof needs", "a fault that it must find")])
 def test_proof_can_fail(old, new):
     proof_fails(LESSON, old, new)
 

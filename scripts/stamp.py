@@ -118,7 +118,9 @@ def lessons_table(names: list[str]) -> str:
         course = bounds.facts(name)
         cells = [f"[{name[:2]} {course['title']}](notebooks/{name}.ipynb)", course["promise"]]
         of = f", of {course['model']}" if "model" in course else ""
-        cells += [memory_of(recorded(name)) + of, time_of(recorded(name)), course["changes"], course["no_help"]]
+        counted = not course.get("small")  # else memory_ratio and time_ratio are of a small model, on any machine
+        cells += [memory_of(recorded(name), counted) + of, time_of(recorded(name)) if counted else "–"]
+        cells += [course["changes"], course["no_help"]]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -127,7 +129,8 @@ def cheat_sheet(names: list[str]) -> str:
     """The copied cell of each lesson, what it is for, and what it saves."""
     parts = []
     for name in names:
-        course, memory = bounds.facts(name), memory_of(recorded(name))
+        course = bounds.facts(name)
+        memory = memory_of(recorded(name), not course.get("small"))
         cells = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
         copied = next("".join(cell["source"]) for cell in cells if "copy" in cell["metadata"].get("tags", []))
         saves = "" if memory == "–" else f" Memory {memory}{', of ' + course['model'] if 'model' in course else ''}."
@@ -139,10 +142,10 @@ def cheat_sheet(names: list[str]) -> str:
     return "\n\n".join(parts)
 
 
-def memory_of(runs: list[tuple[dict, dict]]) -> str:
+def memory_of(runs: list[tuple[dict, dict]], counted: bool = True) -> str:
     """Counted on a virtual T4; else predicted for BERT-large."""
     for there, run in runs:
-        if there["name"] == "virtual Tesla T4" and "memory_ratio" in run["figures"]:
+        if counted and there["name"] == "virtual Tesla T4" and "memory_ratio" in run["figures"]:
             return f"× {run['figures']['memory_ratio']:.2f}"
     predicted = [run["figures"]["bert_large_memory_ratio"] for _, run in runs
                  if "bert_large_memory_ratio" in run["figures"]]  # fmt: skip

@@ -197,7 +197,7 @@ def test_bounds_of_bytes_on_a_gpu_come_from_recordings(lesson):
     of_bytes = {name: bound for name, bound in bounds._bounds(lesson).items() if bound.get("bytes")}
     for name, bound in of_bytes.items():
         for kind in ("cuda", "cuda-base", "cuda-tiny"):
-            low, high = bound.get(kind, bound["cuda"])
+            low, high = bound.get(kind, bound.get("cuda")) or pytest.fail(f"{name}: give it a bound for cuda")
             values = seen.get((name, kind)) or pytest.fail(f"{name}: record a GPU of class {kind}")
             assert 0.98 * min(values) <= low <= min(values), f"{name}, {kind}: {low}, recorded {values}"
             assert max(values) <= high <= 1.02 * max(values), f"{name}, {kind}: {high}, recorded {values}"

@@ -226,3 +226,12 @@ def test_the_diff_counts():
     assert changed_lines("a\nb\nc", "a\n  b\nc") == 0
     assert changed_lines("a\nb\nc", "a\nx\ny\nc") == 2
     assert changed_lines("a\nb", "b") == 1
+
+
+@LESSONS
+def test_links_within_the_page_have_their_place(lesson):
+    texts = "\n".join(source(cell) for cell in lesson.cells if cell["cell_type"] == "markdown")
+    places = {heading.strip().replace(" ", "-") for heading in re.findall(r"^#+ (.+)$", texts, re.M)}
+    places |= set(re.findall(r'<a id="([^"]+)"', texts))
+    missing = set(re.findall(r"\]\(#([^)]+)\)", texts)) - places
+    assert not missing, f"no heading and no <a id> of that name: {missing}"

@@ -44,6 +44,14 @@ def test_it_learns_and_predicts_rows_without_targets_in_their_order(script, caps
     )
 
 
+def test_a_checkpoint_in_half_precision_is_trained_in_fp32(script, tmp_path):
+    """As DeBERTa-v3's are: from_pretrained keeps the type of the file, and a scaler refuses such weights."""
+    script["AutoModel"].from_pretrained(script["CFG"].model).half().save_pretrained(tmp_path)
+    assert script["AutoModel"].from_pretrained(tmp_path).dtype == torch.float16, "transformers converts by itself now"
+    script["CFG"].model = tmp_path
+    assert {parameter.dtype for parameter in script["Model"]().parameters()} == {torch.float32}
+
+
 def test_predictions_are_those_of_each_text_alone(script):
     rows, collate = texts(script, 40)
     torch.manual_seed(0)

@@ -192,6 +192,8 @@ def lines(series: dict[str, dict[float, float]], x: str, y: str, logarithmic: bo
         axes.set_xticks(sorted({place for points in series.values() for place in points}))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
+    elif all(isinstance(place, int) for points in series.values() for place in points):
+        axes.xaxis.get_major_locator().set_params(integer=True)  # no half workers
     axes.set(ylim=(0, None), xlabel=x, ylabel=y)
     _show(axes, legend=len(series) > 1)
 
