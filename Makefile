@@ -47,10 +47,11 @@ test: .venv/installed
 		test -n "$$again" && $(LESSONS) $$again; }
 
 # Besides: every lesson in a fork's folder without a network, twice in a row, and on machines that are imitated; each
-# fault with a whole lesson; 2,000 cases of bad input.
+# fault with a whole lesson; each proof broken in every way (PART=proofs); 2,000 cases of bad input.
 test-all: test all-of
 all-of: .venv/installed
-	COURSE_TEST_ALL=1 $(PYTEST) $(if $(PART),tests/test_$(PART).py,$(ALL_OF))
+	$(if $(filter proofs,$(PART)),,COURSE_TEST_ALL=1 $(PYTEST) $(if $(PART),tests/test_$(PART).py,$(ALL_OF)))
+	$(if $(filter-out proofs,$(PART)),,COURSE_TEST_ALL=1 $(PYTEST) tests/lessons -k proof_can_fail)
 
 # Needs pip and a network, and none of the course's packages.
 kit:

@@ -1,5 +1,20 @@
+import os
+
 import psutil
 import pytest
+
+
+def pytest_collection_modifyitems(config, items):
+    """Each lesson's proof is broken once; in every way with COURSE_TEST_ALL=1 (make test-all), or where -k asks."""
+    if os.environ.get("COURSE_TEST_ALL") or "can_fail" in config.option.keyword:
+        return
+    broken, kept, left = set(), [], []
+    for item in items:
+        fault = item.name.startswith("test_proof_can_fail[")
+        (left if fault and item.path in broken else kept).append(item)
+        broken |= {item.path} if fault else set()
+    config.hook.pytest_deselected(items=left)
+    items[:] = kept
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ dynamic_loader, rows_of = COPIED["dynamic_loader"], COPIED["rows_of"]
     ("old", "new"),
     [
         ("model(**batch.to(device))", "model(input_ids=batch.to(device)['input_ids'], labels=batch['labels'])"),
-        ("(dynamic_loader(rows[:16], tokenizer", "(dynamic_loader(rows[shuffle:16], tokenizer"),
+        ("(dynamic_loader(eight, tokenizer", "(dynamic_loader(eight[shuffle:], tokenizer"),
         ('padding="longest"', 'padding=(setattr(tokenizer, "padding_side", "left"), "longest")[1]'),
         ("    inputs, *targets =", "    rows = [*rows[:-1], rows[0]]\n    inputs, *targets ="),
         ("partial(pad_rows, pad=pad), **options", "partial(pad_rows, pad=pad), **options | dict(shuffle=True)"),
