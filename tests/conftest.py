@@ -10,7 +10,7 @@ def pytest_collection_modifyitems(config, items):
         return
     broken, kept, left = set(), [], []
     for item in items:
-        fault = item.name.startswith("test_proof_can_fail[")
+        fault = item.path.parent.name == "lessons" and item.name.startswith("test_proof_can_fail[")
         (left if fault and item.path in broken else kept).append(item)
         broken |= {item.path} if fault else set()
     config.hook.pytest_deselected(items=left)
