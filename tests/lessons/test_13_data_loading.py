@@ -394,3 +394,21 @@ def test_in_a_strangers_decoder(stranger_files, capsys):
     assert tokens == same_tokens and same_weights(before, after, start)
     assert all(map(torch.equal, one.parameters(), two.parameters())) and not same_weights(one, before, start)
     assert capsys.readouterr().out.count("perplexity") == 4
+
+
+def test_after_a_loop_that_stops_early_the_next_order_goes_with_the_workers():
+    """As the page says: a worker fetches ahead, and the sampler draws once more when it is at its end."""
+
+    def orders(workers, stop):
+        loader, seen = worker_loader(range(20), 2, shuffle=True, workers=workers), []
+        for _ in range(2):
+            seen.append([batch.tolist() for batch, _ in zip(loader, range(stop))])
+        return seen
+
+    assert orders(0, 10) == orders(2, 10), "all batches: the same order in both epochs"
+    assert orders(0, 8)[0] == orders(2, 8)[0] and orders(0, 8)[1] != orders(2, 8)[1]
+
+
+def test_a_loader_made_anew_begins_with_the_same_order():
+    first, again, other = ([*worker_loader(range(20), 2, shuffle=True, seed=seed)] for seed in (0, 0, 1))
+    assert all(map(torch.equal, first, again)) and not all(map(torch.equal, first, other))

@@ -78,6 +78,40 @@ def outside(model, batch):  # the criterion is not the model's
     return torch.nn.functional.mse_loss(logits, targets.flatten().to(logits.dtype))
 
 
+class TwoHeads(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base, self.heads = torch.nn.Linear(8, 8), torch.nn.ModuleList(torch.nn.Linear(8, 1) for _ in range(2))
+
+    def forward(self, inputs, which):
+        return self.heads[which](self.base(inputs))
+
+
+def two_heads(share, rank, which, early_freeze=False):
+    """How far base and heads move in a step of SGD, by the engine and by one process; and what p.grad holds."""
+    torch.manual_seed(0)
+    inputs, moved, kept = torch.randn(2, 4, 8), [], None
+    for engine in (True, False):
+        torch.manual_seed(1)
+        model = TwoHeads()
+        before = [part.weight.detach().clone() for part in (model.base, *model.heads)]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.base.requires_grad_(not early_freeze)
+        if engine:
+            zero = {"stage": 2, "reduce_bucket_size": 1e5}
+            shared = share(model, optimizer, zero, 4, max_norm=0.0, zero_allow_untested_optimizer=True)
+            model.base.requires_grad_(True)
+            shared.backward(shared(inputs[rank], which[rank]).square().mean())
+            kept = [p.grad is None for p in model.parameters()]
+            shared.step()
+        else:
+            model.base.requires_grad_(True)
+            sum(model(inputs[at], which[at]).square().mean() / 2 for at in (0, 1)).backward()
+            optimizer.step()
+        moved.append([(part.weight - old).norm().item() for part, old in zip((model.base, *model.heads), before)])
+    return [*moved, all(kept)]
+
+
 MINE = """
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
@@ -199,6 +233,9 @@ def work(folder, files):
         engine = namespace["share"](engine, prepared(engine)[0], {"stage": 2, "reduce_bucket_size": 1e5}, 4, **options)
         namespace["train_zero"](engine, DataLoader(data, batch_size=4), outside, lambda: None)
         found[dtype] = [engine.skipped_steps, engine.global_steps]
+    share = namespace["share"]
+    found["same head"], found["a head each"] = (two_heads(share, rank, which) for which in ((0, 0), (0, 1)))
+    found["frozen first"] = two_heads(share, rank, (0, 0), early_freeze=True)
     (folder / f"found-{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
     sys.stdout.flush()
@@ -292,6 +329,18 @@ def test_in_a_strangers_decoder(two_processes, stranger_files):
     plain, _ = outcome("decoder", stranger_files)
     start = strangers.load("decoder").AutoModelForCausalLM.from_pretrained(stranger_files / "llama")
     check(two_processes, "decoder", plain, start)
+
+
+@deepspeed
+def test_what_the_page_warns_of(two_processes):
+    """Another head in each rank, p.grad, and what is frozen at `share`."""
+    found = json.loads((two_processes / "found-0.json").read_text())
+    shared, alone, no_grad = found["same head"]
+    assert shared == pytest.approx(alone, rel=1e-4) and no_grad
+    shared, alone, _ = found["a head each"]
+    assert shared != pytest.approx(alone, rel=0.1), "gradients reach the right heads now: say so on the page"
+    shared, alone, _ = found["frozen first"]
+    assert shared[0] == 0 < alone[0]
 
 
 def test_after_a_process_that_ended_others_wait():
