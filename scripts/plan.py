@@ -9,12 +9,15 @@ import gc
 import json
 import logging
 import multiprocessing
+import os
 import sys
 import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # or bitsandbytes imports torch's compiler: 0.7 s
 from tutorial_utils import bounds, machine, models, planner, predict  # noqa: E402
 from tutorial_utils.figures import size  # noqa: E402
 

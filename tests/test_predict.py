@@ -152,6 +152,21 @@ def test_what_is_remembered_of_another_type_is_not_taken():
     assert weights[0] == weights[2] > 1.9 * weights[1], weights
 
 
+def test_a_number_that_is_remembered_keeps_its_value():
+    """Models look at numbers of their own, such as the root of a head's width, and may change them in place."""
+
+    def looked_at(width):
+        number = torch.tensor(width).sqrt()
+        root = number.item()
+        changed = torch.tensor(width)
+        changed.add_(1)
+        return root, number.item()
+
+    with predict.fake.Shapes() as fake:
+        fake.inside = "a model"
+        assert [looked_at(width) for width in (4.0, 9.0, 4.0, 4.0)] == [(2, 2), (3, 3), (2, 2), (2, 2)]
+
+
 def test_what_is_split_into_one_part_is_still_split():
     def loss(model, inputs):
         hidden = model.base_model(inputs["input_ids"])[0].flatten(0, 1)

@@ -265,17 +265,17 @@ class Tracker(TorchDispatchMode):
         modules = collections.Counter()
         for _, size, block in self.events[: totals.index(max(totals)) + 1]:
             modules[block.owner] += size
-        counters = dict.fromkeys(ROLES, 0)
-        timeline = []
-        events = iter(self.events)
-        event = next(events, None)
+        counters, timeline = dict.fromkeys(ROLES, 0), []
+        events = zip(totals, self.events)
+        total, event = next(events, (0, None))
         for operation in range(len(self.phases) + 1):
-            moments = []  # within the operation: its arguments die after its results are born
+            most, moment = -1, None  # within the operation: its arguments die after its results are born
             while event is not None and event[0] <= operation:
                 counters[event[2].role] += event[1]
-                moments.append(tuple(counters.values()))
-                event = next(events, None)
-            timeline.append(max(moments, key=sum, default=tuple(counters.values())))
+                if total > most:
+                    most, moment = total, tuple(counters.values())
+                total, event = next(events, (0, None))
+            timeline.append(moment or tuple(counters.values()))
         highest = max(timeline, key=sum)
         modules = {name: size for name, size in modules.most_common() if size}
         return Memory(sum(highest), dict(zip(ROLES, highest)), timeline, ["start", *self.phases], modules=modules)

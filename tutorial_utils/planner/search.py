@@ -3,7 +3,7 @@
 The memory of each is predicted, for the largest micro-batch that fits.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -81,21 +81,24 @@ class _Largest:
 
     def __call__(self, recipes: list[Recipe]) -> list[Option]:
         """Of recipes that are alike but for the optimizer: the forward and the backward pass of all are one."""
-        reports = cache(partial(self._with, recipes))
-        return [
-            self._option(recipe, lambda *of, place=place: reports(*of)[place]) for place, recipe in enumerate(recipes)
-        ]
+        few = cache(partial(self._with, recipes))
+        likely = [self._likely(lambda *of, place=place: few(*of)[place]) for place in range(len(recipes))]
+        following = [next(sizes, 1) for sizes in likely]  # of each recipe; where none is likely, one text says why
+        options = [None] * len(recipes)
+        while None in options:
+            left = [place for place, option in enumerate(options) if option is None]
+            n = max(following[place] for place in left)
+            asked = [place for place in left if following[place] == n]
+            for place, report in zip(asked, self._with([recipes[place] for place in asked], n)):
+                following[place] = next(likely[place], 1)
+                if report.fits:
+                    options[place] = Option(recipes[place], n, report)
+                elif n == 1:
+                    options[place] = Option(recipes[place], 0, *self._why(report))
+        return options
 
-    def _option(self, recipe: Recipe, report_of: Callable[..., predict.Prediction]) -> Option:
-        """report_of: a function of the micro-batch, and of a number of layers in place of the model's own."""
-        for n in self._likely(report_of):
-            report = report_of(n)
-            if report.fits:
-                return Option(recipe, n, report)
-        return Option(recipe, 0, *self._why(report_of(1)))
-
-    def _likely(self, report_of: Callable[..., predict.Prediction]) -> Iterable[int]:
-        """The micro-batches that may fit, the largest first."""
+    def _likely(self, report_of: Callable[..., predict.Prediction]) -> Iterator[int]:
+        """The micro-batches that may fit, the largest first. report_of: a function of one and of a few layers."""
         *smaller, whole = [n for n in range(1, self.effective_batch + 1) if self.effective_batch % n == 0]
         if self._at_least(report_of, whole) <= self.gpu.usable:  # it has no gradients of micro-batches before
             yield whole

@@ -103,7 +103,8 @@ class Allocator:
             have = size
         self.held[key] = have, address, small
         self.used += have
-        self.used_peak = max(self.used_peak, self.used)
+        if self.used > self.used_peak:  # not max(), which is a tenth of the time
+            self.used_peak = self.used
 
     def free(self, key):
         size, address, small = self.held.pop(key)

@@ -8,13 +8,15 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     UnsupportedOperatorException,
 )
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
 from ..measure import DEVICE
 
 aten = torch.ops.aten
+CPU = torch.device("cpu")
 _LIKE_THEIR_INPUT = {f"aten::_foreach_{name}" for name in ("add", "sub", "mul", "div", "sqrt", "neg", "pow", "lerp")}
-_known = {}  # operation, arguments and torch's default type → shape, stride and type of each result, or None
+_known = {}  # operation, arguments and torch's default type → how to make its results, or None
 MOST_KNOWN = 50_000  # of 1.5 KB each; a large model has a thousand
 
 
@@ -28,7 +30,9 @@ class Shapes(FakeTensorMode):
     def __init__(self):
         # Not only fake inputs: bitsandbytes' table of 8-bit values is computed when it is constructed.
         super().__init__(allow_non_fake_inputs=True)
+        self.cache_enabled = False  # it would remember the same
         self.inside = None  # the network's name, while its forward runs
+        self._alike = vars(FakeTensor(self, torch.empty(0, device="meta"), CPU))  # of all that this mode makes
 
     def __deepcopy__(self, memo):
         return self  # a parameter's copy, as peft makes of a classifier, belongs to the same mode
@@ -52,12 +56,12 @@ class Shapes(FakeTensorMode):
         for answer in (self.remembered, self._scalar, _of_lists, self._end_of_sequence):
             if (found := answer(func, args, kwargs)) is not NotImplemented:
                 return found
-        key = _key(func, args, kwargs)
+        key = _hashable(func, args, kwargs)
         try:
             result = self.dispatch(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise self._refusal(func) from error
-        if key is not None and key not in _known and key == _key(func, args, kwargs):
+        if key is not None and key not in _known and key == _hashable(func, args, kwargs):
             if len(_known) >= MOST_KNOWN:
                 _known.clear()
             _known[key] = _results(func, args, result)
@@ -70,7 +74,10 @@ class Shapes(FakeTensorMode):
 
     def remembered(self, func, args, kwargs):
         """The results, if their shapes are known from an operation before; else NotImplemented."""
-        known = _known.get(_key(func, args, kwargs))
+        try:
+            known = _known.get(_key(func, args, kwargs))
+        except TypeError:
+            return NotImplemented
         if not known:
             return NotImplemented
         if known in ("in place", "nothing"):
@@ -98,17 +105,25 @@ class Shapes(FakeTensorMode):
                 return args[0][:, 0].clone()
         return NotImplemented
 
-    def _made(self, args, is_view, shape, stride, offset, dtype):
+    def _made(self, args, is_view, shape, stride, offset, dtype, constant):
         if is_view:
             tensor = torch.empty(0, dtype=dtype, device="meta").set_(args[0].untyped_storage(), offset, shape, stride)
         else:
             tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        return FakeTensor(self, tensor, torch.device("cpu"))
+        # As FakeTensor's constructor does it, which is an eighth of a prediction's time.
+        made = torch.Tensor._make_subclass(FakeTensor, tensor, dispatch_device=True, device_for_backend_keys=CPU)
+        vars(made).update(self._alike)
+        if constant is not None:
+            made.constant = constant.clone()
+            self.fake_tensor_converter.add_constant_storage_mapping(made)  # which an operation in place takes back
+        return made
 
 
 def _of_lists(func, args, _):
     """Fake tensors would take the lists apart, which is three quarters of a prediction's time."""
     name = func._schema.name
+    if name.startswith("bitsandbytes::optimizer_update"):
+        return None  # in place; it has a table of values, by which nothing can be remembered
     if name.startswith(("aten::_foreach_", "aten::_fused_")):
         if name.endswith("_"):
             return None
@@ -117,24 +132,36 @@ def _of_lists(func, args, _):
     return NotImplemented
 
 
-def _key(func, args, kwargs):
-    """None where a value cannot be compared."""
+def _hashable(func, args, kwargs):
+    """The key, or None where a value cannot be compared."""
     try:
-        key = func, _metadata(args), _metadata(tuple(kwargs.items())), torch.get_default_dtype()
+        key = _key(func, args, kwargs)
         hash(key)
         return key
     except TypeError:
         return None
 
 
+def _key(func, args, kwargs):
+    return func, _metadata(args), _metadata(tuple(kwargs.items())), torch.get_default_dtype()
+
+
 def _metadata(value):
-    if isinstance(value, FakeTensor) and value.constant is None:
-        return value.shape, value.stride(), value.storage_offset(), value.dtype
     if isinstance(value, torch.Tensor):
-        raise TypeError
+        known = value.constant if isinstance(value, FakeTensor) else value
+        number = None if known is None else _number(known)
+        return value.shape, value.stride(), value.storage_offset(), value.dtype, number
     if isinstance(value, (list, tuple)):
         return tuple(map(_metadata, value))
     return type(value), value
+
+
+def _number(tensor) -> tuple:
+    """What an operation may look at, of a tensor with values: of one of many it would cost too much."""
+    if tensor.dim():
+        raise TypeError
+    with no_dispatch():
+        return (tensor.item(),)
 
 
 def _results(func, args, result):
@@ -146,16 +173,18 @@ def _results(func, args, result):
     made = []
     storages = {t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, torch.Tensor)}
     for one in result if isinstance(result, tuple) else (result,):
-        if not isinstance(one, FakeTensor) or one.constant is not None or any(one is a for a in args):
+        if not isinstance(one, FakeTensor) or any(one is a for a in args):
             return None
         storage, first = one.untyped_storage(), args[0] if args else None
-        is_view = func.is_view and storage._cdata == first.untyped_storage()._cdata
+        is_view = isinstance(first, torch.Tensor) and storage._cdata == first.untyped_storage()._cdata
         extent = 1 + sum((size - 1) * stride for size, stride in zip(one.shape, one.stride()))
         whole = not one.storage_offset() and storage.nbytes() == extent * one.itemsize
         if not is_view and (storage._cdata in storages or not whole):
             return None
         storages.add(storage._cdata)
-        made.append((is_view, tuple(one.shape), one.stride(), one.storage_offset(), one.dtype))
+        with no_dispatch():
+            constant = None if one.constant is None else one.constant.clone()
+        made.append((is_view, tuple(one.shape), one.stride(), one.storage_offset(), one.dtype, constant))
     return (tuple, made) if isinstance(result, tuple) else (torch.Tensor, made)
 
 
