@@ -13,7 +13,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -93,14 +93,15 @@ def memory(step: Callable[[], object], model, optimizer=None, inputs=(), card: i
     keeps = optimizer is None or isinstance(getattr(optimizer, "state", None), collections.abc.Mapping)
     accept(keeps, "optimizer", optimizer, "an optimizer of torch's kind, or None")
     device = next(model.parameters()).device
+    first = Tracker(model, optimizer, inputs, card)  # refuses what it cannot follow
     if optimizer is not None and not optimizer.state:
-        with Tracker(model, optimizer, inputs, card):
+        with first if card else nullcontext():
             step()
-    gc.collect()
     if device.type != "cuda":
         with Tracker(model, optimizer, inputs, card) as tracker:
             step()
         return tracker.report()
+    gc.collect()  # or what dies in the step and is not of it would be counted
     with Tracker(model, optimizer, inputs, card) as tracker:
         known = tracker.bytes
         torch.cuda.synchronize(device)
@@ -328,15 +329,16 @@ class Tracker(TorchDispatchMode):
         is_output = block.born == len(self.phases) or tensor._version > 0
         return tensor.detach() if is_output and not tensor.is_leaf else tensor
 
-    def _mark_state(self):
+    def _mark_state(self, parameters=None):
         if self.optimizer is not None:
-            for parameter, state in self.optimizer.state.items():
-                for tensor in tree_leaves(state):
+            for parameter in self.optimizer.state if parameters is None else parameters:
+                for tensor in tree_leaves(self.optimizer.state.get(parameter)):
                     self._mark(tensor, "optimizer state", owner=self._owners.get(parameter, ""))
 
     def _step_ended(self, *_):
         self._stepping = False
-        self._mark_state()
+        # Of what has just been stepped: one parameter, where it is done in the backward pass.
+        self._mark_state(parameter for group in self.optimizer.param_groups for parameter in group["params"])
 
     def _out_of_memory(self, size: int, func) -> str:
         parts = dict.fromkeys(ROLES, 0)
