@@ -294,7 +294,8 @@ class Tracker(TorchDispatchMode):
         storage = tensor.untyped_storage()
         block = self._blocks.get(storage._cdata)
         if block is None:
-            if tensor.device.type != self.device.type:
+            device = getattr(tensor, "fake_device", None) or tensor.device  # of a fake one without a dispatch
+            if device.type != self.device.type:
                 return
             size = storage.nbytes()
             if self.card is not None and self.bytes + size > self.card:
