@@ -4,7 +4,7 @@ BIN := .venv/bin
 VIRTUAL := .virtual_gpu
 PIP_OPTIONS := $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
 PYTEST := $(BIN)/python -m pytest -q --durations=10
-ALL_OF := $(foreach part,bad_input decide faults forks machines,tests/test_$(part).py)
+ALL_OF := $(foreach part,bad_input decide faults forks machines predict,tests/test_$(part).py)
 # CARD=T4: on a virtual one, with these values.
 ON = $(if $(CARD),$(VIRTUAL)/bin/python -m virtual_gpu --card $(CARD) --values $(1),$(if $(wildcard .venv/installed),$(BIN)/python,$(PYTHON)))
 NBVAL := -p nbval -o addopts= --nbval-lax --nbval-current-env --nbval-cell-timeout=300 --nbval-sanitize-with=tests/sanitize.cfg

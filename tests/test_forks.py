@@ -1,4 +1,4 @@
-"""A lesson alone in a folder, in another environment, without a network; and twice in a row.
+"""A lesson alone in a folder, in another environment, without a network, twice in a row.
 
 One lesson of a minute or less, chosen by the commit; all of them with COURSE_TEST_ALL=1 (make test-all).
 """
@@ -12,7 +12,6 @@ import venv
 import zipfile
 from pathlib import Path
 
-import course
 import kit
 import nbformat
 import pytest
@@ -93,7 +92,7 @@ def execute(python, notebook: Path, folder: Path, **variables):
 @pytest.mark.alone
 @pytest.mark.skipif(not without_network(), reason="this machine allows no namespace without a network")
 @pytest.mark.parametrize("lesson", chosen(), ids=lambda path: path.stem)
-def test_a_fork_with_only_the_kit_attached_and_no_network(lesson, other_environment, tmp_path):
+def test_a_fork_with_only_the_kit_attached_and_no_network_twice_in_a_row(lesson, other_environment, tmp_path):
     python, log = other_environment
     attached = kit.build(tmp_path / "attached" / "small-gpu-course")
     assert {p.suffix for p in attached.iterdir()} >= {".whl"}
@@ -101,7 +100,9 @@ def test_a_fork_with_only_the_kit_attached_and_no_network(lesson, other_environm
     assert {p.name for p in tiny.iterdir()} >= {"model.safetensors", "tokenizer.json", "config.json"}
     fork = tmp_path / "fork"
     fork.mkdir()
-    shutil.copy(lesson, fork)
+    notebook = nbformat.read(lesson, as_version=4)
+    notebook.cells += [nbformat.from_dict(dict(cell, id=f"again-{n}")) for n, cell in enumerate(notebook.cells)]
+    nbformat.write(notebook, fork / lesson.name)
     torch_before = subprocess.run([python, "-c", "import torch; print(torch.__file__)"], capture_output=True).stdout
     subprocess.run([python, "-m", "pip", "uninstall", "-qy", "tutorial_utils"], capture_output=True)
     done = execute(python, fork / lesson.name, fork, COURSE_KIT=str(tmp_path / "attached"))
@@ -202,15 +203,3 @@ def test_setup_says_what_to_do_where_the_course_is_nowhere(other_environment, tm
     done = execute(python, setup_alone(tmp_path), tmp_path, COURSE_KIT=str(tmp_path / "none"))
     assert "executed" not in done.stdout
     assert "tutorial_utils: attach the offline kit or put it beside this file" in done.stderr
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("lesson", chosen(), ids=lambda path: path.stem)
-def test_twice_in_a_row_in_the_same_kernel(lesson, tmp_path):
-    notebook = nbformat.read(lesson, as_version=4)
-    again = [nbformat.from_dict(dict(cell, id=f"again-{number}")) for number, cell in enumerate(notebook.cells)]
-    notebook.cells += again
-    path = tmp_path / lesson.name
-    nbformat.write(notebook, path)
-    result = course.run_lesson(path)
-    assert result["status"] == "passed", result["reason"]

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 import truth
+from test_forks import EVERY
 from truth import SMALL
 
 from notebooks import copied, lesson
@@ -121,9 +122,9 @@ def test_prediction_for_every_family_equals_the_profiler(case):
     assert predicted.card_bytes is None and predicted.fits is None
 
 
-@pytest.mark.parametrize("name", truth.FAMILIES)
+@pytest.mark.parametrize("name", truth.FAMILIES if EVERY else ["bert-base-uncased", "deberta-v3-small", "llama-2-7b"])
 def test_what_is_remembered_changes_nothing(name, monkeypatch):
-    """Every technique: with operations that are remembered, and with each one traced afresh."""
+    """Every technique, of every family with COURSE_TEST_ALL=1: with what is remembered, and with all traced afresh."""
     settings = models.config(name, 4, **truth.FAMILIES[name])
 
     def predicted(choices):
