@@ -11,6 +11,7 @@ from strangers import same_weights
 from torch.utils.data import DataLoader
 
 from notebooks import copied, lesson, names, proof_fails, run, source, tags
+from tutorial_utils import packages
 
 LESSON = lesson("11")
 COPIED = copied(LESSON)
@@ -241,6 +242,7 @@ def test_muon_names_what_a_model_lacks(muon):
 def test_without_bitsandbytes_and_on_a_gpu(monkeypatch):
     """Imitated: no bitsandbytes. And the functions for a GPU, on the CPU with the tiny model."""
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setattr(packages, "left_out", {})
     for place in ("trainer", "trainer_optimizer"):  # of older and of newer versions
         if find_spec(f"transformers.{place}"):
             asked = f"transformers.{place}.is_bitsandbytes_available"
