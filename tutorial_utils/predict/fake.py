@@ -53,7 +53,7 @@ class Shapes(FakeTensorMode):
         kwargs = kwargs or {}
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
             kwargs = kwargs | {"device": torch.device("cpu")}
-        for answer in (self.remembered, self._scalar, _of_lists, self._end_of_sequence):
+        for answer in (self.remembered, self._scalar, _of_lists, _counted, self._end_of_sequence):
             if (found := answer(func, args, kwargs)) is not NotImplemented:
                 return found
         key = _hashable(func, args, kwargs)
@@ -129,6 +129,15 @@ def _of_lists(func, args, _):
             return None
         if name in _LIKE_THEIR_INPUT:
             return [torch.empty_like(tensor) for tensor in args[0]]
+    return NotImplemented
+
+
+def _counted(func, args, kwargs):
+    """An optimizer counts each parameter's steps: a number, which the operation changes, by which none is known."""
+    if func is aten.add_.Tensor and type(args[1]) is int and not kwargs and args[0].constant is not None:
+        with no_dispatch():
+            args[0].constant.add_(args[1])
+        return args[0]
     return NotImplemented
 
 
