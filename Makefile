@@ -4,7 +4,7 @@ BIN := .venv/bin
 VIRTUAL := .virtual_gpu
 PIP_OPTIONS := $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
 PYTEST := $(BIN)/python -m pytest -q --durations=10
-ALL_OF := $(foreach part,bad_input decide faults forks machines predict,tests/test_$(part).py)
+ALL_OF := $(foreach part,bad_input copy_cells decide faults forks machines predict,tests/test_$(part).py)
 # CARD=T4: on a virtual one, with these values.
 ON = $(if $(CARD),$(VIRTUAL)/bin/python -m virtual_gpu --card $(CARD) --values $(1),$(if $(wildcard .venv/installed),$(BIN)/python,$(PYTHON)))
 NBVAL := -p nbval -o addopts= --nbval-lax --nbval-current-env --nbval-cell-timeout=300 --nbval-sanitize-with=tests/sanitize.cfg
@@ -40,7 +40,7 @@ lab: .venv/installed
 test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check tutorial_utils virtual_gpu scripts tests
-	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist worksteal -m "not alone"
+	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist worksteal -m "not alone and not nbval"
 	$(PYTEST) -m alone
 	rm -rf reports/nbval && mkdir -p reports/nbval && cp notebooks/[0-9]*.ipynb reports/nbval
 	$(if $(TWO),OMP_NUM_THREADS=$(HALF)) $(LESSONS) $(TWO) reports/nbval || { again=$$(grep -o 'reports/nbval/[^:]*' .pytest_cache/v/cache/lastfailed | sort -u); \

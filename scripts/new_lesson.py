@@ -113,6 +113,6 @@ def _cell(kind: str, name: str, metadata: dict, text: str = "") -> dict:
 
 def _code(tag: str) -> dict:
     folded = {"cellView": "form", "jupyter": {"source_hidden": True}} if tag in ("setup", "solution") else {}
-    tags = [tag, "nbval-check-output"] if tag in ("proof", "check") else [tag]
+    tags = [tag, "nbval-check-output"] if tag in ("proof", "solution", "check") else [tag]
     cell = _cell("code", tag, {**folded, "tags": tags}, START.get(tag, ""))
     return cell | {"execution_count": None, "outputs": []}

@@ -95,7 +95,7 @@ def fine_tuned_accuracy(weights: str, corpus, tokenizer, steps: int, seed: int =
     torch.manual_seed(seed)
     model = models.build("tiny", num_labels=len(corpus.labels), weights=weights)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
-    loader = data.loader(corpus.train, tokenizer, 32, GAIN_LENGTH, shuffle=True, seed=seed)
+    loader = data.loader(corpus.train, tokenizer, 16, GAIN_LENGTH, shuffle=True, seed=seed)
     for _, batch in zip(range(steps), loader):
         model(**batch).loss.backward()
         optimizer.step()
@@ -141,7 +141,7 @@ def fine_tuned_loss(weights: str, splits, tokenizer, steps: int, seed: int = 0) 
     torch.manual_seed(seed)
     model, (train, test) = models.build("tiny-decoder", weights=weights, causal=True), splits
     optimizer, before = torch.optim.AdamW(model.parameters(), lr=1e-3), completion_loss(model, test, tokenizer)
-    for _, batch in zip(range(steps), completion_batches(train, tokenizer, 32, seed)):
+    for _, batch in zip(range(steps), completion_batches(train, tokenizer, 16, seed)):
         model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -158,9 +158,12 @@ def encoder_gain(corpus, tokenizer) -> dict:
 
 
 def decoder_gain(_, tokenizer) -> dict:
-    splits, steps = data.completions(), models.GAIN_STEPS
-    losses = {weights: fine_tuned_loss(weights, splits, tokenizer, steps) for weights in ("pretrained", "random")}
-    return {"completion_loss_after_fine_tuning": {"steps": steps, **losses}}
+    (train, test), steps, few = data.completions(), models.GAIN_STEPS, range(400)
+    losses = {
+        weights: fine_tuned_loss(weights, (train, test.select(few)), tokenizer, steps)
+        for weights in ("pretrained", "random")
+    }
+    return {"completion_loss_after_fine_tuning": {"steps": steps, "of_texts": len(few), **losses}}
 
 
 def make_encoder(corpus, steps: int) -> dict:

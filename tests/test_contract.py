@@ -37,9 +37,10 @@ def test_tags(lesson):
     assert in_order == new_lesson.TAGS[lesson.course["kind"]]
     for tag in new_lesson.ONCE & set(in_order):
         assert found.count(tag) == 1, f"{found.count(tag)} cells are tagged {tag}; there must be one"
-    for tag in ("proof", "check"):
+    compared = ("proof", "solution", "check")
+    for tag in compared:
         assert "nbval-check-output" in tags(lesson.tagged(tag)[0]), f"nbval must compare the output of {tag}"
-    assert len(lesson.tagged("nbval-check-output")) == 2, "only the verdict cells are compared"
+    assert len(lesson.tagged("nbval-check-output")) == len(compared), "only the verdict cells are compared"
 
 
 @LESSONS

@@ -19,6 +19,7 @@ def test_every_lesson_has_its_tests(lesson):
     assert "def test_copied" in text and "proof_fails(" in text, f"{path.name}: no test_copied, or no proof_fails"
 
 
+@pytest.mark.nbval
 @LESSONS
 def test_solution_passes_where_the_open_exercise_does_not(lesson):
     namespace, printed = {}, {}

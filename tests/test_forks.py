@@ -89,7 +89,6 @@ def execute(python, notebook: Path, folder: Path, **variables):
     )  # fmt: skip
 
 
-@pytest.mark.alone
 @pytest.mark.skipif(not without_network(), reason="this machine allows no namespace without a network")
 @pytest.mark.parametrize("lesson", chosen(), ids=lambda path: path.stem)
 def test_a_fork_with_only_the_kit_attached_and_no_network_twice_in_a_row(lesson, other_environment, tmp_path):

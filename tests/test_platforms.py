@@ -98,7 +98,6 @@ def test_renewing_takes_the_versions_of_a_freeze(monkeypatch, tmp_path):
         platforms.renew("colab", freeze)
 
 
-@pytest.mark.alone
 def test_lessons_run_as_forks_and_one_that_fails_is_exit_1(monkeypatch, capsys, tmp_path):
     """In this environment; the lessons find nothing but the kit, and what one installs the next does not have."""
     notebooks, setup = tmp_path / "notebooks", (ROOT / "scripts" / "setup_cell.py").read_text()
