@@ -1,7 +1,7 @@
 """Is the figure where it is expected to be on this machine?
 
 facts/lessons/<lesson>.toml holds, for every figure, why it is bounded and the lowest and highest value
-for each backend class, or an empty list where no such machine was recorded yet. A class that is left
+for each backend class, or an empty list where too few such machines were recorded. A class that is left
 out cannot have the figure. A special case ("cuda-bf16", "cpu-slow-bf16") has those of its class unless it
 has its own, and so has a GPU where lessons train the tiny model ("cuda-tiny", also where it is virtual)
 or BERT-base ("cuda-base"); but times of "cpu-other" are not judged by those of "cpu". Figures of
@@ -27,7 +27,7 @@ from .times import Figure
 
 FACTS = Path(__file__).parent / "facts"
 BUSY = "not judged: this machine is busy"
-UNRECORDED = "not judged: no machine of this class was recorded"
+UNRECORDED = "not judged: this class of machine has no bound yet"
 VIRTUAL = "no times on a virtual GPU"
 SMALLER = {"tiny": "cuda-tiny", "bert-base-uncased": "cuda-base"}  # classes of GPUs that train less than BERT-large
 UNJUDGED = (BUSY, UNRECORDED, VIRTUAL)
