@@ -312,6 +312,51 @@ def test_adapters_over_4_bits_equal_the_profiler():
     )
 
 
+def compiled(parts, checkpointed, backend="aot_eager", **options):
+    """A BERT of which "layers", the "whole" or a "wrapper" around it is compiled."""
+    network = models.build("bert-base-uncased", 4, **SMALL)
+    if checkpointed:
+        names.checkpoint_layers(network)
+    if parts == "wrapper":
+        return torch.compile(network, backend=backend, **options)
+    for part in network.base_model.encoder.layer if parts == "layers" else [network]:
+        part.compile(backend=backend, **options)
+    return network
+
+
+OLD = torch.__version__ < (2, 11)
+
+
+@pytest.mark.skipif(OLD, reason="needs torch 2.11")
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("parts", ["layers", "whole", "wrapper"])
+def test_compiled_modules_equal_the_profiler(parts, checkpointed):
+    """Whatever the backend: their graphs are followed, as "aot_eager" runs them."""
+    beside_the_profiler(
+        lambda: compiled(parts, checkpointed),
+        truth.inputs(8, 128, padded=True),
+        own_loss,
+        lambda: compiled(parts, checkpointed, "inductor", mode="max-autotune"),
+    )
+
+
+@pytest.mark.skipif(OLD, reason="needs torch 2.11")
+def test_checkpoints_in_one_graph_save_little():
+    """A prediction that ran the plain code would have the same bytes with and without compiling."""
+    text = dict(inputs=truth.inputs(8, 128), optimizer="sgd")
+    peaks = {
+        parts: predict.step_memory(lambda parts=parts: compiled(parts, True), **text).peak
+        for parts in ("layers", "whole")
+    }
+    assert peaks["layers"] < 0.8 * peaks["whole"], peaks
+
+
+def test_compiled_modules_are_refused_where_they_cannot_be_followed(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.10.0"))
+    with pytest.raises(ValueError, match="compiled modules.*torch 2.11"):
+        predict.step_memory(lambda: compiled("whole", False), inputs=truth.inputs(8, 128), optimizer="sgd")
+
+
 def test_any_module_from_a_function():
     def model():
         return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
@@ -539,23 +584,9 @@ def test_a_forward_that_needs_data_is_refused_by_name(reads):
         predict.step_memory(lambda: Picky(8, 8), step=step, inputs={"x": torch.zeros(4, 8)})
 
 
-@pytest.mark.parametrize(
-    ("model", "says"),
-    [
-        (lambda: torch.nn.LSTM(8, 8), "recurrent modules.*not predicted"),
-        (lambda: torch.compile(torch.nn.Linear(8, 8)), "compiled modules.*ask the allocator"),
-        (lambda: compiled(torch.nn.Linear(8, 8)), "compiled modules.*ask the allocator"),
-    ],
-    ids=["recurrent", "wrapped", "compiled"],
-)
-def test_memory_out_of_sight_is_refused(model, says):
-    with pytest.raises(ValueError, match=says):
-        predict.step_memory(model, step=lambda *_: None, inputs={"x": torch.zeros(4, 8)}, optimizer="sgd")
-
-
-def compiled(module):
-    module.compile()
-    return module
+def test_memory_out_of_sight_is_refused():
+    with pytest.raises(ValueError, match="recurrent modules.*not predicted"):
+        predict.step_memory(lambda: torch.nn.LSTM(8, 8), step=plain_step, inputs=ROWS, optimizer="sgd")
 
 
 def test_experts_chosen_by_value_are_refused():

@@ -124,6 +124,10 @@ def memory(step: Callable[[], object], model, optimizer=None, inputs=(), card: i
     return report
 
 
+def is_compiled(model) -> bool:
+    return hasattr(model, "_orig_mod") or any(module._compiled_call_impl for module in model.modules())
+
+
 class Tracker(TorchDispatchMode):
     """Follows every tensor storage of a step from birth to death. Also works under FakeTensorMode.
 
@@ -135,7 +139,7 @@ class Tracker(TorchDispatchMode):
                  run: Callable = lambda func, args, kwargs: func(*args, **kwargs)):  # fmt: skip
         super().__init__()
         accept(card is None or type(card) is int and card >= 1, "card", card, 'bytes, such as machine.card("Tesla T4")')
-        if hasattr(model, "_orig_mod") or any(module._compiled_call_impl for module in model.modules()):
+        if is_compiled(model) and not self.ignore_compile_internals():
             raise ValueError("model has compiled modules, whose plain code would run here: ask the allocator")
         self.model, self.optimizer, self.card = model, optimizer, card
         self.device = next(model.parameters()).device
@@ -187,7 +191,7 @@ class Tracker(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls):
-        return False  # a compiled model is refused, and to keep dynamo out is a tenth of a prediction's time
+        return False  # to keep dynamo out is a tenth of a prediction's time
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is DEVICE:
@@ -282,10 +286,12 @@ class Tracker(TorchDispatchMode):
         return Memory(sum(highest), dict(zip(ROLES, highest)), timeline, ["start", *self.phases], modules=modules)
 
     def _entered(self, module, _):
-        self._inside.append(self._owners.get(module, self._inside[-1] if self._inside else ""))
+        if not torch.compiler.is_compiling():
+            self._inside.append(self._owners.get(module, self._inside[-1] if self._inside else ""))
 
     def _left(self, *_):
-        self._inside.pop()
+        if not torch.compiler.is_compiling():
+            self._inside.pop()
 
     def _mark(self, tensor, role: str, func=None, owner: str = ""):
         """Give the storage of `tensor` this role, unless it has one that comes earlier in ROLES."""

@@ -24,7 +24,7 @@ from ..check import accept
 from ..names import lora_targets
 from . import patches
 from .allocator import add_card, context
-from .fake import Shapes, pack_4bit
+from .fake import Shapes, follower, pack_4bit
 
 __all__ = ["OPTIMIZERS", "PRECISIONS", "Prediction", "context", "lora_targets", "pack_4bit", "step_memory"]
 MOST = 1_000_000  # of texts, tokens and the like: beyond it sizes in bytes overflow
@@ -79,6 +79,8 @@ def step_memory(
     batch, length: of one micro-batch; padded: whether the batch holds padding, by which transformers and CUDA
     choose the attention kernel. inputs: the forward's arguments by name, as tensors, in their place.
     Of a mask that it is given nobody looks at the values: without padding, leave it out.
+    Compiled modules run their graphs by PyTorch's own kernels, as the backend "aot_eager" does, whatever theirs is;
+    after it all code of this process is compiled anew. From torch 2.11.
     accumulate: micro-batches a step; one is executed, and counted twice: the second is the most expensive, since it
     meets the gradients of the first, as all others do.
     optimizer: one of OPTIMIZERS over what requires gradients, or a function of the model that returns one; torch's
@@ -123,7 +125,8 @@ def step_memory(
         raise ValueError("accumulate and precision say what the built step does; a step of your own does it itself")
     with _one_at_a_time, Shapes() as fake, ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "Accessing the data pointer")  # a copy asks whether there is one
+        # A copy asks whether there is data; what wraps a module, for the hooks of a tracker.
+        warnings.filterwarnings("ignore", "Accessing the data pointer|Using `torch.compile")
         if gc.isenabled():  # a fifth of the time, for nothing: what dies here dies by its reference count
             gc.disable()
             stack.callback(gc.enable)
@@ -151,7 +154,7 @@ def step_memory(
         if step is None:
             _make_states(network, chosen)
         held = kernels.OnCuda(gpu) if device == "cuda" else kernels.on_cpu
-        with measure.Tracker(network, chosen[0], inputs, limit, held, fake.run) as tracker:
+        with follower(network, stack)(network, chosen[0], inputs, limit, held, fake.run) as tracker:
             if step is None:
                 scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
                 _pass(network, inputs, scaler, precision, accumulate, loss, tracker)

@@ -1,6 +1,7 @@
 """The fake mode of a prediction: tensors with shapes, and no values."""
 
 import torch
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -11,7 +12,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
-from ..measure import DEVICE
+from ..measure import DEVICE, Tracker, is_compiled
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -46,6 +47,10 @@ class Shapes(FakeTensorMode):
     @classmethod
     def _should_skip_dynamo(cls):
         return False  # as in Tracker
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True  # or compiled modules would run their plain code
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is DEVICE:
@@ -117,6 +122,38 @@ class Shapes(FakeTensorMode):
             made.constant = constant.clone()
             self.fake_tensor_converter.add_constant_storage_mapping(made)  # which an operation in place takes back
         return made
+
+
+class Graphs(Tracker):
+    """A tracker of compiled modules: of the operations of their graphs."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return True  # after a graph break it would compile what follows the operations
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is run_and_save_rng_state:  # for checkpoints; the state is a few bytes of main memory
+            return torch.empty(0), self.__torch_dispatch__(args[0], types, args[1:], kwargs)
+        if func is run_with_rng_state:
+            return self.__torch_dispatch__(args[1], types, args[2:], kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def follower(network, stack):
+    """The tracker for it. Compiled modules are compiled anew, now and after the stack is left."""
+    if not is_compiled(network):
+        return Tracker
+    if torch.__version__ < (2, 11):  # its compiler insists on a fake mode of its own
+        raise ValueError("model has compiled modules, which are predicted with torch 2.11 and newer")
+    torch._dynamo.reset()  # beyond a limit of graphs it would run the plain code, and say so in a log
+    stack.callback(torch._dynamo.reset)
+    return Graphs
 
 
 def _of_lists(func, args, _):

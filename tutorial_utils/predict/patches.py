@@ -59,12 +59,19 @@ def _swap(here, original, first, second):
     return original(first, second)
 
 
+def _graphs_only(_, original, *arguments, backend=None, mode=None, options=None, **others):
+    return original(*arguments, backend="aot_eager", **others)
+
+
 _SAYS_CUDA, _BY_VALUE = "a reader's step may say cuda where torch has none", "it looks at the values of a tensor"
 _IN_FULL = "CUDA's autocast computes it in fp32, a CPU's does not: AT_FORALL_FP32 in ATen's autocast_mode.h"
 PATCHES = (
     Patch("torch.utils.swap_tensors", _swap, "the fake mode's weak references keep tensors from swapping"),
     Patch("torch.Tensor.to", _to, _SAYS_CUDA),
     Patch("torch.Tensor.cuda", lambda here, original, tensor, *_, **__: tensor, _SAYS_CUDA),
+    Patch(
+        "torch.compile", _graphs_only, "the graphs are followed, operation by operation; kernels of a compiler are not"
+    ),
     Patch("torch.amp.autocast_mode.autocast.__init__", _for_device, _SAYS_CUDA),
     Patch("torch.amp.GradScaler.__init__", _for_device, _SAYS_CUDA),
     Patch(

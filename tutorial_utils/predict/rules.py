@@ -69,12 +69,16 @@ def cuda_softmax(_, original, input, dim=None, _stacklevel=3, dtype=None):
     return original(_autocast(input, torch.float32), dim, dtype=dtype)
 
 
-def cuda_cross_entropy(_, original, input, target, *arguments, label_smoothing=0.0, **options):
+def cuda_cross_entropy(
+    _, original, input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
+    label_smoothing=0.0,
+):  # fmt: skip
+    rest = weight, size_average, ignore_index, reduce, reduction
     if not torch.is_autocast_enabled("cpu") or label_smoothing or target.is_floating_point():
-        return original(input, target, *arguments, label_smoothing=label_smoothing, **options)
+        return original(input, target, *rest, label_smoothing)
     with torch.autocast("cpu", enabled=False):  # CUDA's has nll_loss in fp32, but no log_softmax of a given type
         logs = torch.log_softmax(input, min(input.dim() - 1, 1))
-        return functions.nll_loss(logs.float(), target, *arguments, **options)
+        return functions.nll_loss(logs.float(), target, *rest)
 
 
 def in_full(_, original, input, *arguments, **options):
