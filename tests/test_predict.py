@@ -324,31 +324,18 @@ def compiled(parts, checkpointed, backend="aot_eager", **options):
     return network
 
 
-OLD = torch.__version__ < (2, 11)
-
-
-@pytest.mark.skipif(OLD, reason="needs torch 2.11")
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("parts", ["layers", "whole", "wrapper"])
+@pytest.mark.skipif(torch.__version__ < (2, 11), reason="needs torch 2.11")
+@pytest.mark.parametrize(
+    ("parts", "checkpointed"), [("layers", False), ("layers", True), ("whole", True), ("wrapper", False)]
+)
 def test_compiled_modules_equal_the_profiler(parts, checkpointed):
-    """Whatever the backend: their graphs are followed, as "aot_eager" runs them."""
+    """Whatever the backend: their graphs are followed, as "aot_eager" runs them. Plain code would hold other bytes."""
     beside_the_profiler(
         lambda: compiled(parts, checkpointed),
         truth.inputs(8, 128, padded=True),
         own_loss,
         lambda: compiled(parts, checkpointed, "inductor", mode="max-autotune"),
     )
-
-
-@pytest.mark.skipif(OLD, reason="needs torch 2.11")
-def test_checkpoints_in_one_graph_save_little():
-    """A prediction that ran the plain code would have the same bytes with and without compiling."""
-    text = dict(inputs=truth.inputs(8, 128), optimizer="sgd")
-    peaks = {
-        parts: predict.step_memory(lambda parts=parts: compiled(parts, True), **text).peak
-        for parts in ("layers", "whole")
-    }
-    assert peaks["layers"] < 0.8 * peaks["whole"], peaks
 
 
 def test_compiled_modules_are_refused_where_they_cannot_be_followed(monkeypatch):
