@@ -48,10 +48,6 @@ class Shapes(FakeTensorMode):
     def _should_skip_dynamo(cls):
         return False  # as in Tracker
 
-    @classmethod
-    def ignore_compile_internals(cls):
-        return True  # or compiled modules would run their plain code
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is DEVICE:
             return args[0].fake_device
