@@ -338,6 +338,14 @@ def test_compiled_modules_equal_the_profiler(parts, checkpointed):
     )
 
 
+def test_functions_that_are_compiled_meanwhile_keep_their_backend():
+    """bitsandbytes compiles some of its own while it is imported, which may be in a prediction."""
+    function, given = (lambda x: x), []
+    predict.patches._graphs_only(None, lambda *_, **options: given.append(options), function, backend="inductor")
+    predict.patches._graphs_only(None, lambda *_, **options: given.append(options), linear(), mode="max-autotune")
+    assert given == [{"backend": "inductor"}, {"backend": "aot_eager"}]
+
+
 def test_compiled_modules_are_refused_where_they_cannot_be_followed(monkeypatch):
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.10.0"))
     with pytest.raises(ValueError, match="compiled modules.*torch 2.11"):

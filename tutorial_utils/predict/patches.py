@@ -59,8 +59,11 @@ def _swap(here, original, first, second):
     return original(first, second)
 
 
-def _graphs_only(_, original, *arguments, backend=None, mode=None, options=None, **others):
-    return original(*arguments, backend="aot_eager", **others)
+def _graphs_only(_, original, model=None, **options):
+    if isinstance(getattr(model, "__self__", model), torch.nn.Module):  # no function of a package that is imported now
+        others = {name: value for name, value in options.items() if name not in ("backend", "mode", "options")}
+        options = others | {"backend": "aot_eager"}
+    return original(model, **options)
 
 
 _SAYS_CUDA, _BY_VALUE = "a reader's step may say cuda where torch has none", "it looks at the values of a tensor"
