@@ -338,12 +338,20 @@ def test_compiled_modules_equal_the_profiler(parts, checkpointed):
     )
 
 
-def test_functions_that_are_compiled_meanwhile_keep_their_backend():
+def test_functions_that_are_compiled_meanwhile_keep_their_backend(monkeypatch):
     """bitsandbytes compiles some of its own while it is imported, which may be in a prediction."""
     function, given = (lambda x: x), []
-    predict.patches._graphs_only(None, lambda *_, **options: given.append(options), function, backend="inductor")
-    predict.patches._graphs_only(None, lambda *_, **options: given.append(options), linear(), mode="max-autotune")
-    assert given == [{"backend": "inductor"}, {"backend": "aot_eager"}]
+    for imported_now in (True, False):
+        monkeypatch.setattr(sys.modules[__name__].__spec__, "_initializing", imported_now, raising=False)
+        predict.patches._graphs_only(None, lambda *_, **options: given.append(options), function, mode="max-autotune")
+    assert given == [{"mode": "max-autotune"}, {"backend": "aot_eager"}]
+
+
+def test_lesson_14s_cell_compiles_in_a_prediction():
+    """It first compiles a small function, which without values must not reach a compiler's kernels."""
+    settings, ways = models.config("bert-base-uncased", 4, **SMALL), []
+    predict.step_memory(settings, 8, 128, prepare=lambda m: ways.append(copied(lesson("14"))["compile_layers"](m)))
+    assert ways == [3]
 
 
 def test_compiled_modules_are_refused_where_they_cannot_be_followed(monkeypatch):

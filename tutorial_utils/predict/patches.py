@@ -60,7 +60,8 @@ def _swap(here, original, first, second):
 
 
 def _graphs_only(_, original, model=None, **options):
-    if isinstance(getattr(model, "__self__", model), torch.nn.Module):  # no function of a package that is imported now
+    spec = getattr(sys.modules.get(getattr(model, "__module__", None)), "__spec__", None)
+    if model is not None and not getattr(spec, "_initializing", False):  # no function of a package that is imported now
         others = {name: value for name, value in options.items() if name not in ("backend", "mode", "options")}
         options = others | {"backend": "aot_eager"}
     return original(model, **options)
