@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 if __name__ == "__main__":
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # or bitsandbytes imports torch's compiler: 0.7 s
+    gc.disable()  # a fifth of the time, of imports and predictions: what is predicted is small, the command short
 from tutorial_utils import bounds, machine, models, planner, predict  # noqa: E402
 from tutorial_utils.figures import size  # noqa: E402
 
@@ -128,7 +129,7 @@ def _sorted(imports: set[str]) -> str:
     return "\n\n".join("\n".join(group) for group in groups if group)
 
 
-def row(option: planner.Option) -> dict:
+def row(option: planner.Option, effective_batch: int) -> dict:
     """Of the table and of --json: bytes."""
     report = option.prediction
     return {
@@ -136,6 +137,7 @@ def row(option: planner.Option) -> dict:
         "fits": not option.why,
         "why": option.why,
         "micro_batch": option.micro_batch,
+        "steps": option.micro_batch and effective_batch // option.micro_batch,
         "operations": round(option.recipe.operations, 2),
         "lessons": list(option.recipe.lessons),
         "card_bytes": report and report.card_bytes,
@@ -172,7 +174,8 @@ def main(arguments: list[str] | None = None):
     except (ValueError, ImportError, OSError) as error:
         parser().error(str(error))
     if given.json:
-        print(json.dumps([row(option) for option in options], indent=2))
+        answer = {"recipes": [row(option, given.effective_batch) for option in options]}
+        print(json.dumps(answer | {"instead": None if fitting else planner.instead(options, **asked)}, indent=2))
         return
     gpu = machine.gpu(given.card)
     print(f"{given.model}, texts of {given.length} tokens, {given.effective_batch} a step, on {gpu.name}, which gives")
@@ -185,6 +188,5 @@ def main(arguments: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    gc.disable()  # a fifth of the time: what is predicted is small, and the command short
     main()
     gc.freeze()  # nor is half a second spent on a last look at what was imported

@@ -132,12 +132,12 @@ def cheat_sheet(names: list[str]) -> str:
         course = bounds.facts(name)
         memory = memory_of(recorded(name), not course.get("small"))
         cells = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
-        copied = next("".join(cell["source"]) for cell in cells if "copy" in cell["metadata"].get("tags", []))
+        copied = ["".join(cell["source"]) for cell in cells if cell["id"] in ("copy", *course.get("copy_too", ()))]
         saves = "" if memory == "–" else f" Memory {memory}{', of ' + course['model'] if 'model' in course else ''}."
         parts.append(
             f"## [{name[:2]} {course['title']}]({name}.ipynb)\n\n{course['promise']}{saves}\n\n"
             f"- When: {course['when']}.\n- When not: {course['no_help']}.\n- What it changes: {course['changes']}.\n\n"
-            f"```python\n{copied}\n```"
+            "```python\n" + "\n\n\n".join(copied) + "\n```"
         )
     return "\n\n".join(parts)
 

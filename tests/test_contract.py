@@ -31,6 +31,12 @@ def test_sections_by_kind(lesson):
 
 
 @LESSONS
+def test_the_card_has_something_to_say(lesson):
+    for name in ("title", "promise", "changes", "when", "no_help", "know", "learn"):
+        assert lesson.course[name], f"{name} is empty in facts/lessons/{lesson.name}.toml"
+
+
+@LESSONS
 def test_tags(lesson):
     found = [tag for cell in lesson.code for tag in tags(cell) if tag != "nbval-check-output"]
     in_order = list(dict.fromkeys(found))
@@ -87,6 +93,24 @@ def test_outputs_and_recording_are_of_one_run(lesson):
         text = size(value) if name.endswith("_bytes") else f"{value:.3g}"
         row = re.search(rf"^{label}  +(\S+( MiB| GiB)?)  ", shown, re.M)
         assert row and row[1] == text, f"{name} is recorded as {text}: make record ONLY={lesson.name[:2]}"
+
+
+@LESSONS
+def test_outputs_and_recordings_of_gpus_agree(lesson):
+    """A page shows the GPUs' figures that were there when it was recorded."""
+    again = f"is not on the page: make record ONLY={lesson.name[:2]}"
+    shown = "\n".join(printed(cell) for cell in lesson.code)
+    if any("bounds.elsewhere(LESSON)" in source(cell) for cell in lesson.code):
+        for row in repr(bounds.elsewhere(lesson.name)).splitlines():
+            assert row in shown, f"{row!r} {again}"
+    recorded = bounds.recorded_on_gpus(lesson.name)
+    for claim in lesson.course["claims"].values():
+        found = {gpu: figures[claim["figure"]] for gpu, figures in recorded.items() if claim["figure"] in figures}
+        due = [f"{gpu} {value:.3g}" for gpu, value in found.items()]
+        if found and "recorded" in claim.get("by", bounds.EVIDENCE):
+            due.append(bounds._verdict(claim, [("recorded", value) for value in found.values()]))
+        row = next(line for line in shown.splitlines() if line.startswith(f"{claim['claim']} ({claim['source']})"))
+        assert all(text in row for text in due), f"{claim['claim']}: {due} {again}"
 
 
 @LESSONS
@@ -209,6 +233,7 @@ def test_exercise_is_open_and_its_solution_passes(lesson):
 
 @LESSONS
 def test_every_claim_has_its_row(lesson):
+    assert lesson.course["claims"], "what was published on it, beside what is measured here?"
     shown = printed(lesson.tagged("claims")[0])
     for claim in lesson.course["claims"].values():
         assert claim["claim"] in shown, f"no row for: {claim['claim']}"

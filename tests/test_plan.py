@@ -97,6 +97,26 @@ def test_what_does_not_fit_says_why_and_which_card_would_do():
     )
 
 
+def test_a_card_with_other_kernels_may_need_less(monkeypatch):
+    """As if newer cards needed 9 GiB for what takes 30 of an older one."""
+    GiB, parts = 2**30, {"weights": 2**30, "optimizer state": 2**31}
+
+    def predicted(recipes, card, **_):
+        gpu = machine.gpu(card)
+        needed = (9 if gpu.capability >= (8, 0) else 30) * GiB
+        return [predict.Prediction(needed, parts, [], [], card_bytes=needed, fits=needed <= gpu.usable)]
+
+    monkeypatch.setattr(planner.search, "predicted", predicted)
+    recipe, asked = planner.recipes("fp16")[0], dict(model="tiny", card="T4", length=64, effective_batch=8)
+    options = [planner.Option(recipe, 0, predicted([recipe], "T4")[0], "one text needs more")]
+    said = planner.instead(options, **asked)
+    enough = [gpu for gpu in machine.gpus().values() if predicted([recipe], gpu.name)[0].fits]
+    smallest = min(enough, key=lambda gpu: gpu.usable)
+    assert smallest.capability >= (8, 0) and said == (
+        f"The smallest card that would do: {smallest.name}, with {planner.recipes('bf16')[0].name}."
+    )
+
+
 def test_operations_are_those_that_are_counted():
     """A forward and a backward pass, in multiplications of matrices, on a CPU."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -201,15 +221,13 @@ def copy_after(epochs: int, made, place):
         own(*given)
         kept.append(given)
         if len(kept) == epochs:
-            shutil.copytree(made["CFG"].work, place / made["CFG"].work.name)
+            shutil.copytree(made["CFG"].run, place / made["CFG"].run.name)
 
     made["Files"].keep = keep
 
 
 @each_recipe
-def test_a_script_learns_and_goes_on_to_the_same_weights(recipe, folder, monkeypatch, capsys):
-    if recipe.adapters == "4 bits":  # in evaluation such a CPU packs the weights again, and rounds their scales
-        monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
+def test_a_script_learns_and_goes_on_to_the_same_weights(recipe, folder, capsys):
     whole = loaded(recipe, folder, work=folder / "whole")
     expected_weights = weights_of(whole)
     copy_after(3, whole, folder / "work")  # what is there when a session ends in the middle of the second fold
@@ -284,7 +302,7 @@ def test_blanks_missing_columns_and_rare_labels(recipe, folder, capsys):
         train.loc[7, answer] = None
         train.to_csv(folder / "train.csv", index=False)
         test.to_csv(folder / "test.csv", index=False)
-        with pytest.raises(ValueError, match="train.csv has the labels .*'',.*; accepted: two or more, none"):
+        with pytest.raises(ValueError, match="train.csv has the labels .*'',.*; accepted: classes, two or more, none"):
             small_run(recipe, folder)
 
 
@@ -321,10 +339,33 @@ def test_equal_texts_are_in_one_fold(recipe, folder):
 
 
 @pytest.mark.parametrize("recipe", [of("fp32, AdamW")], ids=["encoder"])
-def test_one_label_is_refused(recipe, folder):
-    pandas.read_csv(folder / "train.csv").assign(label="same").to_csv(folder / "train.csv", index=False)
-    with pytest.raises(ValueError, match="train.csv has the labels .'same'.; accepted: two or more"):
+@pytest.mark.parametrize(("labels", "said"), [(["same"] * 320, "'same'"), (np.arange(320) / 7, "'0.0', '0.14")])
+def test_one_label_and_numbers_are_refused(recipe, labels, said, folder):
+    pandas.read_csv(folder / "train.csv").assign(label=labels).to_csv(folder / "train.csv", index=False)
+    with pytest.raises(ValueError, match=f"train.csv has the labels .{said}.*; accepted: classes, two or more"):
         small_run(recipe, folder)
+
+
+@pytest.mark.parametrize("recipe", [of("fp32, AdamW"), of("fp32, AdamW", True)], ids=["encoder", "decoder"])
+def test_a_training_that_diverges_says_so(recipe, folder):
+    with pytest.raises(AssertionError, match="the training has diverged: choose a lower CFG.lr"):
+        loaded(recipe, folder, lr=1e30)["main"]()
+
+
+@pytest.mark.parametrize("recipe", [of("fp32, AdamW")], ids=["encoder"])
+def test_main_once_more_in_the_same_process_goes_on(recipe, folder, capsys):
+    made = loaded(recipe, folder, epochs=1)
+    made["main"]()
+    capsys.readouterr()
+    made["main"]()
+    assert capsys.readouterr().out.startswith("2 of 2 folds are in ")
+
+
+def test_a_cpu_does_not_pack_weights_anew_in_an_evaluation():
+    """Some do, and their adapters get no gradient from then on."""
+    model = loaded(of("LoRA on 4 bits, fp16, checkpointing", True), ROOT)["make_model"]()
+    packed = [part for part in model.modules() if type(part).__name__ == "Linear4bit"]
+    assert packed and not any(part.support_avx512bf16_for_cpu for part in packed)
 
 
 @pytest.mark.parametrize("name", ["fp16, AdamW", "LoRA, fp16"])
@@ -363,8 +404,9 @@ def test_the_command_writes_a_script(tmp_path, capsys):
     target = tmp_path / "train.py"
     arguments = ["--model=tiny", "--card=T4", "--length=64", "--effective-batch=16", "--exact", f"--script={target}"]
     plan.main([*arguments, "--recipe=fp32, checkpointing, AdamW", "--json"])
-    rows = json.loads(capsys.readouterr().out)
-    assert {row["recipe"] for row in rows if row["fits"]} == {"fp32, AdamW", "fp32, checkpointing, AdamW"}
+    answer = json.loads(capsys.readouterr().out)
+    fitting = {row["recipe"]: row["micro_batch"] * row["steps"] for row in answer["recipes"] if row["fits"]}
+    assert fitting == {"fp32, AdamW": 16, "fp32, checkpointing, AdamW": 16} and answer["instead"] is None
     assert "checkpoint_layers(model)" in target.read_text() and models.hub("tiny") in target.read_text()
     plan.main(arguments[:-1])
     assert "takes another step than the plain loop" in capsys.readouterr().out

@@ -92,8 +92,19 @@ def test_a_scaler_changes_nothing():
         (["a"] * 7, {"ids": torch.zeros(7, 3)}, torch.zeros(7)),
         (torch.zeros(7, 3), {"score": torch.zeros(7), "topic": torch.zeros(7)}),
         [torch.zeros(7, 3), [torch.zeros(7), torch.zeros(7)]],
+        ({"ids": torch.zeros(7, 3)}, torch.zeros(7), ["a"] * 7),
+        {"ids": torch.zeros(7, 3), "labels": torch.zeros(7), "number": torch.tensor(3), "names": [4, 5]},
     ],
-    ids=["a dictionary", "a tuple", "inputs and targets", "names, inputs and targets", "targets by name", "a pair"],
+    ids=[
+        "a dictionary",
+        "a tuple",
+        "inputs and targets",
+        "names, inputs and targets",
+        "targets by name",
+        "a pair",
+        "names last",
+        "a number and names last",
+    ],
 )
 def test_rows_of_a_batch(batch):
     assert COPIED["rows"](batch) == 7

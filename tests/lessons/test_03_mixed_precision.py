@@ -54,7 +54,7 @@ def plain(model, optimizer, loader):
 def trained(scaler, loader, train=TRAIN):
     model, steps = regressor().eval(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    train(model, optimizer, loader, loss_of, lambda: steps.append(1), "cpu", scaler)
+    train(model, optimizer, loader, loss_of, lambda: steps.append(1), torch.device("cpu"), scaler)
     return vector(model), len(steps)
 
 

@@ -54,9 +54,8 @@ def plan(
     longest = models.positions(models.config(model))
     accept(longest is None or length <= longest, "length", length, f"up to {longest}, the positions this model has")
     gpu, step = machine.gpu(card), dict(model=model, length=length, card=card)
-    half = "bf16" if gpu.capability and gpu.capability >= (8, 0) else "fp16"
     options, alike = {}, {}  # alike: but for the optimizer
-    for recipe in recipes(half, models.head_share(model)):
+    for recipe in recipes(_half(gpu), models.head_share(model)):
         reasons = {"trains adapters, not all parameters": whole and not recipe.whole,
                    "takes another step than the plain loop": exact and not recipe.exact,
                    f"needs {' and '.join(recipe.needs)}": no_new_dependency and recipe.needs}  # fmt: skip
@@ -142,18 +141,33 @@ def _peaks(report: predict.Prediction, share: float) -> list[float]:
     return [*highest.values()]
 
 
-def instead(options: list[Option], model: str, length: int, effective_batch: int, **_) -> str:
-    """Where no recipe fits: the card of facts/gpus.toml with the least memory that would do, in a sentence."""
-    known = sorted((option for option in options if option.prediction), key=lambda option: option.recipe.operations)
+def _half(gpu: machine.Gpu) -> str:
+    """Its half precision, and the kind of kernels that it has."""
+    return "bf16" if gpu.capability and gpu.capability >= (8, 0) else "fp16"
+
+
+def instead(options: list[Option], model: str, card: str, length: int, effective_batch: int, **_) -> str:
+    """Where no recipe fits: the card of facts/gpus.toml with the least memory that would do, in a sentence.
+
+    options: of `plan` for that card, in the order of its recipes, as they are where none fits.
+    """
+    known = {place: option.prediction for place, option in enumerate(options) if option.prediction}
     if not known:
         return "No recipe keeps what was asked for: ask for less."
-    step = dict(model=model, batch=1, length=length, accumulate=1 if effective_batch == 1 else 2)
+    of_one = partial(predicted, model=model, batch=1, length=length, accumulate=1 if effective_batch == 1 else 2)
+    needed = {(_half(machine.gpu(card)), place): one.card_bytes for place, one in known.items()}  # of a kind of cards
     for gpu in sorted(machine.gpus().values(), key=lambda gpu: gpu.usable):
-        for option in known:
-            near = gpu.usable >= 0.9 * option.prediction.card_bytes  # a card with other kernels may need less
-            if near and predicted([option.recipe], card=gpu.name, **step)[0].fits:
-                return f"The smallest card that would do: {gpu.name}, with {option.recipe.name}."
-    return f"No card of facts/gpus.toml would do: {known[-1].recipe.name}, {known[-1].why}."
+        every, half = recipes(_half(gpu), models.head_share(model)), _half(gpu)
+        for place, one in known.items():
+            if one.parts["weights"] + one.parts["optimizer state"] > gpu.usable:  # which no kernel changes
+                continue
+            if (half, place) not in needed:
+                needed[half, place] = of_one([every[place]], card=gpu.name)[0].card_bytes
+            near = gpu.usable >= 0.95 * needed[half, place]
+            if near and of_one([every[place]], card=gpu.name)[0].fits:
+                return f"The smallest card that would do: {gpu.name}, with {every[place].name}."
+    last = options[max(known)]
+    return f"No card of facts/gpus.toml would do: {last.recipe.name}, {last.why}."
 
 
 def table(options: list[Option]) -> Table:
