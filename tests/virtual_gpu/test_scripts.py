@@ -43,6 +43,7 @@ of["AutoModelForCausalLM" if recipe.decoder else "AutoModelForSequenceClassifica
 of["save_file"] = lambda weights, path: path.touch()
 of["load_file"], of["Files"].keep = lambda path: {}, lambda *_: None
 of["np"].savez = lambda *_, **__: None
+of["np"].isfinite = lambda _: of["np"].True_  # a virtual card computes no numbers
 lengths = 4 * BATCH * [LENGTH] if recipe.decoder else 2 * BATCH * [LENGTH, LENGTH - 1]  # the largest kind of batch
 rows = [{"input_ids": length * [1], "attention_mask": length * [1]} for length in lengths]
 rows = [row | {"labels": row["input_ids"] if recipe.decoder else 0} for row in rows]
