@@ -109,7 +109,8 @@ def test_outputs_and_recordings_of_gpus_agree(lesson):
         due = [f"{gpu} {value:.3g}" for gpu, value in found.items()]
         if found and "recorded" in claim.get("by", bounds.EVIDENCE):
             due.append(bounds._verdict(claim, [("recorded", value) for value in found.values()]))
-        row = next(line for line in shown.splitlines() if line.startswith(f"{claim['claim']} ({claim['source']})"))
+        claimed = f"{claim['claim']} ({claim['source']})"
+        row = next((line for line in shown.splitlines() if line.startswith(claimed)), "")
         assert all(text in row for text in due), f"{claim['claim']}: {due} {again}"
 
 
