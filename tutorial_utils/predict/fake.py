@@ -108,7 +108,8 @@ class Shapes(FakeTensorMode):
 
     def _made(self, args, is_view, shape, stride, offset, dtype, constant):
         if is_view:
-            tensor = torch.empty(0, dtype=dtype, device="meta").set_(args[0].untyped_storage(), offset, shape, stride)
+            storage, offset = args[0].untyped_storage(), args[0].storage_offset() + offset
+            tensor = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, shape, stride)
         else:
             tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         # As FakeTensor's constructor does it, which is an eighth of a prediction's time.
@@ -185,14 +186,15 @@ def _hashable(func, args, kwargs):
 
 
 def _key(func, args, kwargs):
-    return func, _metadata(args), _metadata(tuple(kwargs.items())), torch.get_default_dtype()
+    where = args[0].storage_offset() if func is aten.as_strided.default else None  # it is told a place in the storage
+    return func, _metadata(args), _metadata(tuple(kwargs.items())), torch.get_default_dtype(), where
 
 
 def _metadata(value):
     if isinstance(value, torch.Tensor):
         known = value.constant if isinstance(value, FakeTensor) else value
         number = None if known is None else _number(known)
-        return value.shape, value.stride(), value.storage_offset(), value.dtype, number
+        return value.shape, value.stride(), value.dtype, number
     if isinstance(value, (list, tuple)):
         return tuple(map(_metadata, value))
     return type(value), value
@@ -226,7 +228,8 @@ def _results(func, args, result):
         storages.add(storage._cdata)
         with no_dispatch():
             constant = None if one.constant is None else one.constant.clone()
-        made.append((is_view, tuple(one.shape), one.stride(), one.storage_offset(), one.dtype, constant))
+        offset = one.storage_offset() - first.storage_offset() if is_view else 0
+        made.append((is_view, tuple(one.shape), one.stride(), offset, one.dtype, constant))
     return (tuple, made) if isinstance(result, tuple) else (torch.Tensor, made)
 
 
