@@ -14,6 +14,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from tqdm import tqdm
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 if __name__ == "__main__":
@@ -148,7 +150,8 @@ def row(option: planner.Option, effective_batch: int) -> dict:
 def in_processes(function, groups):
     """A `map`. The processes begin with what has been imported until then; an interrupt ends them at once."""
     with multiprocessing.get_context("fork").Pool() as pool:
-        yield from pool.imap(function, groups)
+        done = pool.imap(function, groups)
+        yield from tqdm(done, "kinds of recipes", len(groups), leave=False, disable=None)  # to a terminal only
 
 
 def main(arguments: list[str] | None = None):
