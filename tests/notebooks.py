@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import linecache
+import re
 import symtable
 from pathlib import Path
 
@@ -45,6 +46,14 @@ class Lesson:
     def source(self, tag: str) -> str:
         """The source of the code cells with a tag, one after the other."""
         return "\n".join(source(cell) for cell in self.tagged(tag))
+
+    def fenced(self, part: str) -> str:
+        """The one block of Python in the prose that holds this."""
+        texts = [source(cell) for cell in self.cells if cell["cell_type"] == "markdown"]
+        (found,) = [
+            block for text in texts for block in re.findall(r"```python\n(.*?)```", text, re.S) if part in block
+        ]
+        return found
 
     def headings(self) -> list[str]:
         lines = (line for cell in self.cells if cell["cell_type"] == "markdown" for line in source(cell).splitlines())

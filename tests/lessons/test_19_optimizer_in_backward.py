@@ -1,3 +1,4 @@
+import copy
 import gc
 import weakref
 from types import SimpleNamespace
@@ -346,6 +347,35 @@ def test_what_overflows_is_counted():
         hook.remove()
     weight.float().sum().backward()
     assert weight.grad is not None
+
+
+class Scores(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, inputs):
+        return self.inner(**inputs).logits.squeeze(-1)
+
+
+@pytest.mark.parametrize("all_off", [True, False], ids=["as the page says", "unscaling left on"])
+def test_to_begin_again_in_fp16_unscaling_comes_off_too(all_off):
+    lines = LESSON.fenced("unscale_in_backward").replace('"cuda"', '"cpu"').replace("torch.float16", "torch.bfloat16")
+    model, ends = Scores(regressor()), []
+    start, texts = copy.deepcopy(model.state_dict()), batches(4, 1)[0]
+    batch = {"input_ids": texts["input_ids"]}, texts["labels"]
+    for _ in range(2):
+        model.load_state_dict(start)
+        made = COPIED | {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+        made |= {"loader": [batch], "criterion": torch.nn.functional.mse_loss}
+        torch.manual_seed(0)
+        run(lines, made)
+        torch.manual_seed(0)
+        (made["loss_of"](model, batch) * made["scale"]).backward()
+        ends.append(vector(model))
+        for hook in made["hooks"] + (made["unscaling"] if all_off else []):
+            hook.remove()
+    assert torch.equal(*ends) == all_off
 
 
 def test_a_criterion_with_weights_is_unscaled_too():

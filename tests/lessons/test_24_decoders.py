@@ -2,8 +2,9 @@ import pytest
 import strangers
 import torch
 from stranger import Ratings
+from transformers import BatchEncoding
 
-from notebooks import copied, lesson, proof_fails
+from notebooks import copied, lesson, proof_fails, run
 from tutorial_utils import bounds, measure, models
 
 LESSON = lesson("24")
@@ -72,6 +73,29 @@ def test_by_tokens_the_parts_make_the_whole():
     count = (batch["labels"][:, 1:] != -100).sum()
     total = sum(chunked_loss(model, part, num_tokens=count) for part in parts)
     assert torch.isclose(total, model(**batch).loss, rtol=1e-6)
+
+
+def test_the_pages_loops_for_accumulation_and_validation():
+    """Windows of two batches, the last of one: the steps are those of a loop with a window's rows in one batch."""
+    parts = [{name: tensor[rows] for name, tensor in batch_of().items()} for rows in torch.arange(24).split([6, 2, 16])]
+    parts[0]["labels"][:, 20:] = -100
+    plain, changed = stranger(), stranger()
+    one, other = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, changed))
+    for window in (parts[:2], parts[2:]):
+        whole = {name: torch.cat([part[name] for part in window]) for name in window[0]}
+        plain(**whole).loss.backward()
+        one.step()
+        one.zero_grad()
+    given = COPIED | {"loader": [BatchEncoding(part) for part in parts], "accumulation": 2}
+    run("import itertools\n" + LESSON.fenced("islice"), given | {"model": changed, "optimizer": other})
+    assert strangers.same_weights(plain, changed, stranger())
+
+    said = {"total": 0, "count": 0, "chunked_loss": chunked_loss, "model": changed.eval()}
+    with torch.no_grad():
+        for part in parts:
+            run(LESSON.fenced("total, count"), said := said | {"batch": part})
+        expected = changed(**batch_of() | {"labels": torch.cat([part["labels"] for part in parts])}).loss
+    assert said["total"] / said["count"] == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_under_autocast_and_a_scaler():
