@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from tutorial_utils import bounds, figures, machine, predict  # noqa: E402
+from tutorial_utils import bounds, figures, machine, planner, predict  # noqa: E402
 
 TARGET = ROOT / "tutorial_utils" / "facts" / "predictions" / "decisions.json"
 PICTURE = ROOT / "notebooks" / "one_step.png"
@@ -27,6 +27,7 @@ FULL = {
     "LoRA of rank 8, fp16": dict(lora=8, precision="fp16"),
     "LoRA of rank 8, fp16, checkpointing": dict(lora=8, precision="fp16", checkpointing=1),
 }
+PICTURED = {"before": "fp32, AdamW", "after": "fp16, checkpointing, 8-bit AdamW"}
 HALF = {
     "all weights, 16 bit": dict(precision="bf16-pure"),
     "all weights, 16 bit, checkpointing, 8-bit AdamW": dict(
@@ -54,12 +55,18 @@ QUESTIONS = {
 }
 
 
+def predicted(technique: dict, **case) -> predict.Prediction:
+    """With the optimizer as the lessons and the planner make it."""
+    optimizer = planner.OPTIMIZERS[technique.get("optimizer", "adamw")]
+    return predict.step_memory(padded=True, **case, **technique | {"optimizer": optimizer})
+
+
 def largest(case: dict, technique: dict) -> dict:
     """{micro_batch, card_bytes} of the largest power of two up to BATCH that fits; of 1, with 0, where none does."""
     found, batch = None, 1
     while batch <= BATCH:
         accumulate = 1 if batch == BATCH else 2  # from two on, the memory is the same
-        report = predict.step_memory(batch=batch, padded=True, accumulate=accumulate, **case, **technique)
+        report = predicted(technique, batch=batch, accumulate=accumulate, **case)
         if not report.fits:
             return found or {"micro_batch": 0, "card_bytes": report.card_bytes}
         found, batch = {"micro_batch": batch, "card_bytes": report.card_bytes}, 2 * batch
@@ -86,9 +93,8 @@ def run() -> dict:
 
 def picture(target: Path):
     """The memory of one step of BERT-large over time: the plain loop's, and with three techniques."""
-    step = dict(model="bert-large-uncased", batch=BATCH, length=128, padded=True, card="T4")
-    names = {"before": "fp32, AdamW", "after": "fp16, checkpointing, 8-bit AdamW"}
-    steps = {shown: predict.step_memory(**step, **FULL[name]) for shown, name in names.items()}
+    step = dict(model="bert-large-uncased", batch=BATCH, length=128, card="T4")
+    steps = {shown: predicted(FULL[name], **step) for shown, name in PICTURED.items()}
     figures.timeline(steps, show=lambda image: target.write_bytes(image.data))
 
 

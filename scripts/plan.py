@@ -37,7 +37,8 @@ def parser() -> argparse.ArgumentParser:
                          help=f"one of {', '.join(models.names())}, or its name on the hub")  # fmt: skip
     options.add_argument("--card", required=True, help='a GPU of facts/gpus.toml, a word of one, or "6 GiB"')
     options.add_argument("--length", required=True, type=int, help="tokens of the longest text")
-    options.add_argument("--effective-batch", type=int, default=32, help="texts of one optimizer step; 32 by default")
+    options.add_argument("--effective-batch", type=int, default=32,
+                         help="texts of one optimizer step, 32 by default: micro-batches divide it")  # fmt: skip
     options.add_argument("--all-parameters", action="store_true", help="all are trained: no adapters")
     options.add_argument("--exact", action="store_true", help="the plain loop's step: fp32, AdamW")
     options.add_argument("--no-new-dependency", action="store_true", help="neither bitsandbytes nor peft")
@@ -168,7 +169,9 @@ def main(arguments: list[str] | None = None):
         if given.script and not fitting:
             raise ValueError(f"no script: no recipe fits. {planner.instead(options, **asked)}")
         if given.script and not chosen:
-            raise ValueError(f"recipe was {given.recipe!r}; accepted: {'; '.join(o.recipe.name for o in fitting)}")
+            why = "".join(f": {option.why}" for option in options if option.recipe.name == given.recipe)
+            accepted = "; ".join(option.recipe.name for option in fitting)
+            raise ValueError(f"recipe was {given.recipe!r}{why}; accepted: {accepted}")
         if given.script:
             made = script(chosen[0], **asked)
             if given.script.exists() and given.script.read_text(encoding="utf-8") != made:
@@ -183,7 +186,12 @@ def main(arguments: list[str] | None = None):
     gpu = machine.gpu(given.card)
     print(f"{given.model}, texts of {given.length} tokens, {given.effective_batch} a step, on {gpu.name}, which gives")
     print(f"{size(gpu.usable)}. Operations are beside the plain step's; in half precision they are faster.\n")
+    if gpu.capability and gpu.capability < (7, 0):
+        print("Today's builds of torch have no kernels for it: see README.\n")
     print(planner.table(options))
+    few = fitting and fitting[0].micro_batch <= 2 < given.effective_batch
+    if few and (fuller := [option for option in fitting if option.micro_batch > 2]):
+        print(f"One or two texts keep few cards busy: {fuller[0].recipe.name!r} may be faster (lessons 09 and 22).")
     if not fitting:
         print(planner.instead(options, **asked))
     if given.script:

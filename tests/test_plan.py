@@ -263,7 +263,7 @@ def small_run(recipe, folder):
 
 @pytest.mark.parametrize("recipe", [of("fp32, AdamW"), of("fp32, AdamW", True)], ids=["encoder", "decoder"])
 def test_what_a_folder_holds_is_of_these_data_and_settings(recipe, folder, monkeypatch, capsys):
-    """Else the rows of one file would get the answers of another."""
+    """Else the rows of one file would get the answers of another. Other rows to predict are predicted, no more."""
     first = small_run(recipe, folder)
     trained = capsys.readouterr().out.count("epoch 1 of 1")
     small_run(recipe, folder)
@@ -276,7 +276,7 @@ def test_what_a_folder_holds_is_of_these_data_and_settings(recipe, folder, monke
     test = pandas.read_csv(folder / "test.csv")
     test[::-1].to_csv(folder / "test.csv", index=False)
     turned = small_run(recipe, folder)
-    assert capsys.readouterr().out.count("epoch 1 of 1") == 2
+    assert capsys.readouterr().out.startswith("2 of 2 folds are in "), "a hidden test is no reason to train anew"
     pandas.testing.assert_frame_equal(turned[::-1].reset_index(drop=True), first, rtol=1e-3)
 
 
@@ -302,7 +302,7 @@ def test_blanks_missing_columns_and_rare_labels(recipe, folder, capsys):
         train.loc[7, answer] = None
         train.to_csv(folder / "train.csv", index=False)
         test.to_csv(folder / "test.csv", index=False)
-        with pytest.raises(ValueError, match="train.csv has the labels .*'',.*; accepted: classes, two or more, none"):
+        with pytest.raises(ValueError, match="labels in 320 rows: .'',.*; accepted: 2 to half of it, no blank"):
             small_run(recipe, folder)
 
 
@@ -315,6 +315,31 @@ def test_ids_and_labels_come_back_as_they_were_written(recipe, folder, capsys):
     small_run(recipe, folder)
     found = pandas.read_csv(folder / "a new one" / "out.csv", dtype=str)
     assert found.id.tolist() == [f"{n:06}" for n in range(16)] and set(found.label) <= set(codes.values())
+
+
+@pytest.mark.parametrize("recipe", [of("fp32, AdamW"), of("fp32, AdamW", True)], ids=["encoder", "decoder"])
+def test_every_kind_of_line_end_in_a_text_stays_in_its_row(recipe, folder, capsys):
+    train, test = (pandas.read_csv(folder / name) for name in ("train.csv", "test.csv"))
+    text = "prompt" if recipe.decoder else "text"
+    for frame, name in ((train, "train.csv"), (test, "test.csv")):
+        frame.loc[:2, text] = ["one\rtwo", "one\ntwo", "one\r\ntwo"]
+        frame.to_csv(folder / name, index=False, lineterminator="\r\n")
+    found = small_run(recipe, folder)
+    assert found.id.tolist() == list(range(16)) and found[text].tolist() == test[text].tolist()
+    if not recipe.decoder:
+        held_out = pandas.read_csv(folder / "a new one" / "out_held_out.csv")
+        assert held_out.text.tolist() == train.text.tolist()
+
+
+def test_a_blank_prompt_is_written_to_where_no_token_begins_a_text():
+    """Qwen's tokenizers have none."""
+    made = loaded(of("fp32, AdamW", True), ROOT)
+    tokenizer = made["AutoTokenizer"].from_pretrained(made["CFG"].model)
+    tokenizer.cls_token = tokenizer.bos_token = None
+    frame = pandas.DataFrame({"prompt": ["", "def f():"], "completion": ["One.", ""]})
+    for rows in (made["encode"](tokenizer, frame), made["encode"](tokenizer, frame, completed=True)):
+        assert all(row["input_ids"] for row in rows)
+    assert len(made["predict"](made["make_model"](), made["encode"](tokenizer, frame[:1]), tokenizer)) == 1
 
 
 @pytest.mark.parametrize("recipe", [of("fp32, AdamW"), of("fp32, AdamW", True)], ids=["encoder", "decoder"])
@@ -342,7 +367,9 @@ def test_equal_texts_are_in_one_fold(recipe, folder):
 @pytest.mark.parametrize(("labels", "said"), [(["same"] * 320, "'same'"), (np.arange(320) / 7, "'0.0', '0.14")])
 def test_one_label_and_numbers_are_refused(recipe, labels, said, folder):
     pandas.read_csv(folder / "train.csv").assign(label=labels).to_csv(folder / "train.csv", index=False)
-    with pytest.raises(ValueError, match=f"train.csv has the labels .{said}.*; accepted: classes, two or more"):
+    with pytest.raises(
+        ValueError, match=f"{len(set(labels))} labels in 320 rows: .{said}.*; accepted: 2 to half of it"
+    ):
         small_run(recipe, folder)
 
 
@@ -382,7 +409,7 @@ def test_what_is_trained_is_in_fp32_whatever_the_file_has(name, decoder, tmp_pat
 @pytest.mark.parametrize("recipe", [of("fp32, AdamW")], ids=["encoder"])
 @pytest.mark.parametrize(("folds", "epochs"), [(1, 1), (361, 1), (2, 0)])
 def test_folds_and_epochs_that_cannot_be_are_refused_before_the_training(recipe, folder, folds, epochs):
-    with pytest.raises(AssertionError, match=f"CFG.folds={folds}, CFG.epochs={epochs}: 2 to 320, 1 or more"):
+    with pytest.raises(AssertionError, match=f"CFG.folds={folds}: 2 to 320; CFG.epochs={epochs}: 1 or more"):
         loaded(recipe, folder, folds=folds, epochs=epochs)["main"]()
     assert not list(folder.glob("work/*"))
 
@@ -416,6 +443,18 @@ def test_the_command_writes_a_script(tmp_path, capsys):
     assert "is there, and another: name another file" in capsys.readouterr().err and target.read_text() == edited
 
 
+def test_a_row_further_down_is_named_where_the_first_takes_a_text_or_two(monkeypatch, capsys):
+    def of_a_plan(*sizes):
+        recipes = planner.recipes("fp16")
+        monkeypatch.setattr(planner, "plan", lambda **_: [*map(planner.Option, recipes, sizes)])
+        plan.main(["--model=tiny", "--card=P100", "--length=64"])
+        return capsys.readouterr().out
+
+    said = of_a_plan(2, 1, 8)
+    assert f"{planner.recipes('fp16')[2].name!r} may be faster" in said and "no kernels for it" in said
+    assert "may be faster" not in of_a_plan(4, 1, 8) + of_a_plan(2, 1)
+
+
 def test_where_nothing_fits_there_is_no_script(tmp_path, capsys):
     target = tmp_path / "train.py"
     with pytest.raises(SystemExit):
@@ -432,7 +471,11 @@ def test_where_nothing_fits_there_is_no_script(tmp_path, capsys):
         (["--model=tiny", "--card=T4", "--length=513"], "length was 513; accepted: up to 512"),
         (["--model=tiny", "--card=T4", "--length=64", "--recipe=LoRA, fp16"], "recipe was 'LoRA, fp16'"),
         (["--model=tiny", "--card=T4", "--length=64", "--effective-batch=0"], "effective_batch was 0"),
-        (["--model=tiny", "--card=T4", "--length=64", "--exact", "--recipe=x", "--script=t.py"], "recipe was 'x'"),
+        (["--model=tiny", "--card=T4", "--length=64", "--exact", "--recipe=x", "--script=t.py"], "recipe was 'x';"),
+        (
+            ["--model=tiny", "--card=T4", "--length=64", "--exact", "--recipe=fp16, AdamW", "--script=t.py"],
+            "recipe was 'fp16, AdamW': takes another step than the plain loop; accepted: fp32, AdamW",
+        ),
     ],
 )
 def test_errors_name_what_was_given(arguments, said, capsys):

@@ -49,11 +49,12 @@ rows = [{"input_ids": length * [1], "attention_mask": length * [1]} for length i
 rows = [row | {"labels": row["input_ids"] if recipe.decoder else 0} for row in rows]
 tokenizer = data.tokenizer()
 if recipe.decoder:
-    written = BATCH if NAME.startswith("LoRA on") else 0  # which takes a while
-    prompts = written * [{"input_ids": (LENGTH - of["CFG"].new_tokens) * [1]}]
-    of["train_fold"](0, rows, rows, prompts, tokenizer, DataCollatorForSeq2Seq(tokenizer))
+    of["train_fold"](0, rows, rows, DataCollatorForSeq2Seq(tokenizer))
+    if NAME.startswith("LoRA on"):  # of one only: it takes a while
+        of["predict_test"](0, BATCH * [{"input_ids": (LENGTH - of["CFG"].new_tokens) * [1]}], tokenizer)
 else:
-    of["train_fold"](0, rows, rows, rows, 2, DataCollatorWithPadding(tokenizer))
+    of["train_fold"](0, rows, rows, 2, collate := DataCollatorWithPadding(tokenizer))
+    of["predict_test"](0, rows, 2, collate)
 stats = torch.cuda.memory_stats()
 cublas = found.card_parts["cuBLAS workspaces"]
 print(stats["requested_bytes.all.peak"], found.peak, cublas, stats["reserved_bytes.all.peak"], found.reserved)
