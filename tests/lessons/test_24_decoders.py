@@ -87,7 +87,8 @@ def test_the_pages_loops_for_accumulation_and_validation():
         one.step()
         one.zero_grad()
     given = COPIED | {"loader": [BatchEncoding(part) for part in parts], "accumulation": 2}
-    run("import itertools\n" + LESSON.fenced("islice"), given | {"model": changed, "optimizer": other})
+    step = "    optimizer.step()\n    optimizer.zero_grad()\n"
+    run("import itertools\n" + LESSON.fenced("islice") + step, given | {"model": changed, "optimizer": other})
     assert strangers.same_weights(plain, changed, stranger())
 
     said = {"total": 0, "count": 0, "chunked_loss": chunked_loss, "model": changed.eval()}

@@ -3,6 +3,7 @@
 import warnings
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import torch
 
@@ -90,7 +91,8 @@ def predicted(
         # attention is then computed plainly, in more memory.
         if _grouped(models.config(model)) and (machine.gpu(card).capability or (0,)) < (8,):
             text["attention_mask"] = None
-        choices |= dict(inputs=text, loss=_chunked_loss)
+        # Of a few layers the loss of two chunks will do: the others need no more memory, and most of the time.
+        choices |= dict(inputs=text, loss=partial(_chunked_loss, most=None if layers is None else 2))
     built = partial(_built, model, recipe, {} if layers is None else {"num_hidden_layers": layers})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of checkpointing's older name, which peft asks for
@@ -121,13 +123,13 @@ def _built(name: str, recipe: Recipe, changes: dict):
     return get_peft_model(network, LoraConfig(r=8, target_modules=targets, modules_to_save=head))
 
 
-def _chunked_loss(model, inputs, chunk=256):
-    """As lesson 24 computes it: the logits of a chunk of tokens at a time."""
+def _chunked_loss(model, inputs, chunk=256, most=None):
+    """As lesson 24 computes it: the logits of a chunk of tokens at a time. most: chunks, of all by default."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     text = {name: tensor for name, tensor in inputs.items() if name != "labels"}
     hidden = model.base_model(**text)[0].flatten(0, 1)
     labels = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100).flatten()
-    parts = zip(hidden.split(chunk), labels.split(chunk))
+    parts = islice(zip(hidden.split(chunk), labels.split(chunk)), most)
     again = partial(torch.utils.checkpoint.checkpoint, _sum_of_losses, model.get_output_embeddings())
     return sum(again(*part, use_reentrant=False) for part in parts) / (labels != -100).sum()
 
