@@ -830,3 +830,16 @@ def test_predictions_of_several_threads_leave_torch_as_it_was():
         thread.join()
     assert before == (torch.nn.functional.dropout, torch.Tensor.to, torch.amp.GradScaler.__init__)
     assert len(found) == 3 and len(set(found)) == 1
+
+
+def test_a_view_that_is_known_lies_where_its_own_tensor_does():
+    """What an operation gives is remembered for tensors at any place of a storage, as the chunks of a decoder's are."""
+    from tutorial_utils.predict.fake import Shapes
+
+    with Shapes():
+        whole = torch.empty(8, 4)
+        for start in (4, 6, 0):
+            part = whole[start : start + 2]
+            assert part.t().storage_offset() == 4 * start
+            assert part.as_strided((2,), (1,), 3).storage_offset() == 3
+            assert part.t()[1:].storage_offset() == 4 * start + 1
