@@ -91,7 +91,7 @@ def predicted(
         # attention is then computed plainly, in more memory.
         if _grouped(models.config(model)) and (machine.gpu(card).capability or (0,)) < (8,):
             text["attention_mask"] = None
-        # Of a few layers the loss of two chunks will do: the others need no more memory, and most of the time.
+        # Of a few layers the loss of two chunks will do: the others need no more memory, only most of the time.
         choices |= dict(inputs=text, loss=partial(_chunked_loss, most=None if layers is None else 2))
     built = partial(_built, model, recipe, {} if layers is None else {"num_hidden_layers": layers})
     with warnings.catch_warnings():
