@@ -1,3 +1,4 @@
+import copy
 import tempfile
 from types import SimpleNamespace
 
@@ -288,11 +289,20 @@ def test_numbers_of_numpy_keep_their_fractions():
         assert rows[0] == {"input_ids": [1, 2, 3], "labels": [0.0, 0.5, 1.0]}
 
 
-def test_a_long_prompt_leaves_the_answer_and_its_end():
-    namespace = {"tokenizer": data.tokenizer()}
+@pytest.mark.parametrize("bos", [None, "[CLS]"], ids=["BERT's", "with a first token"])
+def test_a_long_prompt_keeps_its_end_and_the_answer(bos):
+    tokenizer = copy.deepcopy(data.tokenizer())
+    tokenizer.bos_token = bos
+    namespace = {"tokenizer": tokenizer}
     exec(source(next(cell for cell in LESSON.cells if cell.get("id") == "shapes")), namespace)
     encode_answers = namespace["encode_answers"]
-    (ids,), (labels,) = encode_answers([{"prompt": "returns " * 600, "answer": "a value"}], most=64).values()
-    assert len(ids) == len(labels) == 64 and labels[-1] == data.tokenizer().sep_token_id
-    assert [label for label in labels if label != -100] == ids[-sum(label != -100 for label in labels) :]
-    assert sum(label != -100 for label in labels) >= 3
+    first = [] if bos is None else [tokenizer.bos_token_id]
+    question, answer = (tokenizer(text, add_special_tokens=False).input_ids for text in ("why", "a value"))
+    for words, most in ((600, 64), (2, 64), (600, len(answer) + 2), (600, 2)):
+        row = {"prompt": "returns " * words + "why", "answer": "a value"}
+        (ids,), (labels,) = encode_answers([row], most=most).values()
+        learned = [label for label in labels if label != -100]
+        assert len(ids) == len(labels) <= most and ids[: len(first)] == first
+        assert learned == ids[-len(learned) :] == answer[: len(learned) - 1] + [tokenizer.sep_token_id]
+        if most == 64:
+            assert ids[: -len(learned)][-len(question) :] == question, "the prompt lost its end"

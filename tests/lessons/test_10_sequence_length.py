@@ -285,7 +285,7 @@ def test_a_competition_step_on_short_windows_takes_less_memory(stranger_files, m
 
 KEEP_THE_ANSWER = {
     "    ids = (prompt + answer)[:MAX_LENGTH]\n":
-    "    prompt = head_and_tail(prompt, max(0, MAX_LENGTH - len(answer)), head=0)\n"
+    "    prompt = head_and_tail(prompt, max(0, MAX_LENGTH - len(answer)), head=1)\n"
     "    ids = (prompt + answer)[:MAX_LENGTH]\n",
 }  # fmt: skip
 
@@ -314,6 +314,8 @@ def test_a_strangers_decoder_keeps_its_answers(stranger_files):
     assert learned == [0, whole]
     ids = changed.tokenize(row, tokenizer)
     assert len(ids["input_ids"]) == len(ids["labels"]) == 16
+    first, *_ = plain.tokenize(row, tokenizer)["input_ids"]
+    assert ids["input_ids"][0] == first, "the row lost its first token"
     model = plain.AutoModelForCausalLM.from_pretrained(stranger_files / "llama")
     losses = []
     for script in (plain, changed):

@@ -113,6 +113,19 @@ def test_windows_are_refused_and_a_second_call_fails_aloud():
         model(*reviews())
 
 
+def test_adapters_come_first():
+    pytest.importorskip("peft")
+    with_lora, (ids, mask) = copied(lesson("15"))["with_lora"], reviews()
+    model, late = a_small("bert"), a_small("bert")
+    before = model(ids, attention_mask=mask).last_hidden_state
+    with_lora(model)
+    packed(model)
+    assert (model.eval()(ids, attention_mask=mask).last_hidden_state - before)[mask.bool()].abs().max() < 1e-5
+    packed(late)
+    with pytest.raises(StopIteration):
+        with_lora(late)
+
+
 def a_small(kind):
     from transformers import AutoConfig, AutoModel
 

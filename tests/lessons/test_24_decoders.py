@@ -112,6 +112,22 @@ def test_under_autocast_and_a_scaler():
     assert apart < 0.02 * torch.stack([a.norm() for a in whole]).norm()
 
 
+def test_under_accelerate_half_precision_is_asked_for():
+    """Its autocast stands in the model's own forward pass, which is gone past."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    accelerator, types = Accelerator(mixed_precision="bf16", cpu=True), []
+    model = accelerator.prepare(stranger())
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *call: types.append(call[-1].dtype))
+    chunked_loss(model, batch_of())
+    with accelerator.autocast():
+        chunked_loss(model, batch_of())
+    AcceleratorState._reset_state(True)
+    assert types == [torch.float32, torch.bfloat16]
+
+
 @pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}], ids=["head frozen", "head saved"])
 def test_under_adapters(options):
     peft = pytest.importorskip("peft")
