@@ -61,6 +61,21 @@ def test_lessons_run_what_they_can_and_say_what_they_left_out(name, path, tmp_pa
         assert "bitsandbytes is left out: " in shown, "what was left out is not said"
 
 
+@pytest.mark.parametrize("place", ["input/a-data-set", "input/datasets/somebody/a-data-set", "work/kit"])
+def test_the_recording_finds_the_kit(place, tmp_path, monkeypatch):
+    """Attached in Kaggle, or unzipped beside the notebook in Colab."""
+    script = tmp_path / place / "course" / "scripts" / "course.py"
+    for folder in (script.parent, tmp_path / "work"):
+        folder.mkdir(parents=True, exist_ok=True)
+    script.touch()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("COURSE_KIT", str(tmp_path / "input"))
+    cells = json.loads((ROOT / "notebooks" / "record_on_your_gpu.ipynb").read_text())["cells"]
+    search = next("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code").partition("sys.path")[0]
+    exec(search, namespace := {})
+    assert namespace["found"] == [tmp_path / place / "course"]
+
+
 def test_recording_on_a_gpu_from_the_kit(tmp_path, monkeypatch):
     """The kit alone, an imitated T4 and a course of one small lesson: the file lies beside the notebook."""
     attached = kit.build(tmp_path / "attached" / "small-gpu-course")
