@@ -66,7 +66,7 @@ def test_the_picture_that_readme_opens_with_says_its_figures():
     step = dict(model="bert-large-uncased", batch=decide.BATCH, length=128, card="T4")
     found = (decide.predicted(decide.FULL[name], **step).peak / 2**30 for name in decide.PICTURED.values())
     before, after = (f"{gib:.1f}" for gib in found)
-    assert f"memory over time: before {before} GiB, after {after}](" in (decide.ROOT / "README.md").read_text()
+    assert f'memory over time: before {before} GiB, after {after}">' in (decide.ROOT / "README.md").read_text()
 
 
 def test_every_lesson_says_what_it_changes_when_to_use_it_and_where_it_does_not_help():
