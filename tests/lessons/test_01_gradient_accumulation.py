@@ -59,6 +59,35 @@ def test_copied():
     assert peak(8, 8) < 0.4 * peak(64, 1)
 
 
+def test_a_micro_batch_may_have_no_targets():
+    """Its sum, divided as the page says: no window loses its rows, and no loss is NaN."""
+    from transformers import BatchEncoding
+
+    ids, targets = Ratings(16).ids, torch.arange(16) % 2
+    targets[4:8] = targets[13] = -100
+
+    def count(batch):
+        return (batch["labels"] != -100).sum().item()
+
+    def losses_of(model, batch):
+        logits = model(input_ids=batch["input_ids"]).logits.double().expand(-1, 2) * torch.tensor([1.0, -1.0])
+        summed = torch.nn.functional.cross_entropy(logits, batch["labels"], reduction="sum", ignore_index=-100)
+        seen.append(summed / max(count(batch), 1))
+        return seen[-1]
+
+    ways, seen = [], []
+    for size in (16, 4):
+        model = regressor().double().eval()
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        batches = [BatchEncoding({"input_ids": ids[n : n + size], "labels": targets[n : n + size]})
+                   for n in range(0, 16, size)]  # fmt: skip
+        train = COPIED["train_accumulated"]
+        train(model, sgd, batches, losses_of, lambda: None, NO_SCALER, 16 // size, max_norm=float("inf"), count=count)
+        ways.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
+    start = torch.nn.utils.parameters_to_vector(regressor().double().parameters()).detach()
+    assert (ways[1] - ways[0]).norm() <= 1e-6 * (ways[0] - start).norm() and all(map(torch.isfinite, seen))
+
+
 def test_steps_the_optimizer_and_the_scheduler_once_a_window():
     model = regressor()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
