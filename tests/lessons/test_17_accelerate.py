@@ -1,3 +1,7 @@
+import itertools
+import math
+import re
+
 import pytest
 import strangers
 import torch
@@ -7,7 +11,7 @@ from stranger import Ratings, regressor
 from strangers import competition, same_weights
 from torch.utils.data import DataLoader
 
-from notebooks import copied, lesson, proof_fails
+from notebooks import copied, lesson, proof_fails, source
 from tutorial_utils import measure
 
 LESSON = lesson("17")
@@ -223,3 +227,12 @@ def test_in_a_strangers_decoder(stranger_files, monkeypatch, capsys):
     *_, other = capsys.readouterr().out.splitlines()
     assert one == other and "perplexity" in one
     assert same_weights(before, after, plain.AutoModelForCausalLM.from_pretrained(stranger_files / "llama"))
+
+
+def test_the_pages_length_of_a_schedule():
+    """Each process has its share of the micro-batches; a prepared schedule steps once for each process."""
+    page = "".join(source(cell) for cell in LESSON.cells if cell["id"] == "script")
+    (formula,) = re.findall(r"`(math\.ceil\(len\(train_loader\)[^`]*)`", page)
+    for n, micro_batches in itertools.product((1, 2, 3), range(1, 40)):
+        steps = math.ceil(math.ceil(micro_batches / n) / 4)
+        assert eval(formula, {"math": math, "train_loader": range(micro_batches), "n": n}) == steps * n

@@ -328,6 +328,47 @@ def test_a_run_that_is_resumed_goes_on():
     assert (ends[1] - ends[0]).abs().max() < 0.02
 
 
+def test_a_schedule_that_is_resumed_goes_on_at_its_rate():
+    """In the page's order: the scheduler before the states are loaded, or it writes its first rate over theirs."""
+
+    def made(states=None):
+        model = regressor()
+        optimizer = adafactor(model.parameters(), lr=1e-3)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 10)
+        for part, state in zip((optimizer, schedule), states or ()):
+            part.load_state_dict(copy.deepcopy(state))
+        step_in_backward(optimizer)
+        return model, optimizer, schedule
+
+    def rates(model, optimizer, schedule, count):
+        seen = []
+        for batch in batches(4, count):
+            seen.append(optimizer.param_groups[0]["lr"])
+            loss_of(model, batch).backward()
+            optimizer.step()
+            schedule.step()
+        return seen
+
+    first = made()
+    through = rates(*first, 3)
+    resumed = rates(*made([part.state_dict() for part in first[1:]]), 2)
+    assert through + resumed == pytest.approx([1e-3, 9e-4, 8e-4, 7e-4, 6e-4])
+
+
+def test_weights_that_are_restored_lose_their_step():
+    """FGM and AWP move weights between two backward passes, and put them back: here after their step."""
+    model = regressor()
+    words, head = model.get_input_embeddings().weight, model.classifier.weight
+    optimizer, before = hooked(model), [words.detach().clone(), head.detach().clone()]
+    for attacked in (True, False):
+        optimizer.waiting = attacked
+        loss_of(model, batches(4, 1)[0]).backward()
+        if attacked:
+            words.data.add_(0.1)
+    words.data.copy_(before[0])  # as the attack ends
+    assert not torch.equal(head, before[1]) and torch.equal(words, before[0])
+
+
 def test_another_optimizer_in_its_place():
     """As the table of advice has it: 8-bit AdamW where Adafactor was."""
     AdamW8bit = pytest.importorskip("bitsandbytes").optim.AdamW8bit
