@@ -8,7 +8,7 @@ from stranger import Ratings, regressor
 from torch.utils.data import DataLoader
 
 from notebooks import copied, lesson, proof_fails
-from tutorial_utils import measure
+from tutorial_utils import measure, names
 
 LESSON = lesson("02")
 COPIED = copied(LESSON)
@@ -89,6 +89,23 @@ def test_frozen_layers_do_without_dropout():
     modes = [layer.training for layer in model.distilbert.transformer.layer]
     assert modes == [False, False, True, True] and not model.distilbert.embeddings.training
     assert model.dropout.training
+
+
+@pytest.mark.parametrize(("quiet", "runs"), [(False, 2), (True, 1)], ids=["train", "eval"])
+def test_checkpoints_compute_a_frozen_layer_twice_or_in_eval_keep_it(quiet, runs):
+    """Until `disable_input_require_grads` takes back what transformers did when they were turned on."""
+    model, batch, calls = regressor(), next(iter(DataLoader(Ratings(4), batch_size=4))), []
+    names.checkpoint_layers(model, use_reentrant=False)
+    COPIED["freeze"](model, 1)
+    frozen = model.base_model.transformer.layer[0]
+    frozen.attention.register_forward_pre_hook(lambda *_: calls.append(1))
+    frozen.train(not quiet)
+    loss_of(model, batch).backward()
+    assert len(calls) == runs
+    model.disable_input_require_grads()
+    calls.clear()
+    loss_of(model, batch).backward()
+    assert len(calls) == 1
 
 
 def test_nothing_frozen_is_the_baseline():

@@ -1,4 +1,6 @@
 import gc
+import subprocess
+import sys
 import weakref
 from types import SimpleNamespace
 
@@ -185,6 +187,17 @@ def test_the_state_is_restored_from_a_checkpoint():
     after.load_state_dict(before.state_dict())
     go(parted, after, batches[3:])
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), parted.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("code", "said"), [("", None), ("1 / 0", "ZeroDivisionError: division by zero"),
+                                            ("import os; os._exit(1)", "it crashed")])  # fmt: skip
+def test_a_step_that_fails_or_crashes_says_so(code, said):
+    """With the imports that the page names, and the function alone."""
+    (cell,) = (source(cell) for cell in LESSON.code if cell["id"] == "try-it")
+    start = cell.index("def failure")
+    namespace = {"subprocess": subprocess, "sys": sys}
+    run(cell[start : cell.index("\n\n\n", start)], namespace)
+    assert namespace["failure"](code) == said
 
 
 def test_the_prediction_takes_the_copied_function():
