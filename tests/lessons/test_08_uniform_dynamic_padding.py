@@ -140,6 +140,18 @@ def test_few_texts(count, kind):
     assert len(batches) == -(-count // 16)
 
 
+@pytest.mark.parametrize(("count", "least", "most"), [(800, 1 / 3, 0.6), (7000, 0, 0.2)])
+def test_of_few_texts_the_same_pairs_meet_again(count, least, most):
+    """As the page's table says of up to a thousand texts."""
+    rows = data.load().train.select(range(count))
+    lengths = [min(512, len(text.split())) for text in rows["text"]]
+    first, second = (
+        {(one, other) for batch in length_batches(lengths, 16, seed) for one in batch for other in batch if one < other}
+        for seed in (1, 2)
+    )
+    assert least < len(first & second) / len(first) < most
+
+
 def test_a_token_budget():
     """Each batch in the budget, a text that is longer alone, and about as few batches as there can be."""
     budget_batches, lengths = shown("budget")["budget_batches"], Reviews(500).lengths
