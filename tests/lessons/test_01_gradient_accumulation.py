@@ -63,7 +63,7 @@ def test_a_micro_batch_may_have_no_targets():
     """Its sum, divided as the page says: no window loses its rows, and no loss is NaN."""
     from transformers import BatchEncoding
 
-    ids, targets = Ratings(16).ids, torch.arange(16) % 2
+    ids, targets = Ratings(32).ids, torch.arange(32) % 2  # two windows
     targets[4:8] = targets[13] = -100
 
     def count(batch):
@@ -80,7 +80,7 @@ def test_a_micro_batch_may_have_no_targets():
         model = regressor().double().eval()
         sgd = torch.optim.SGD(model.parameters(), lr=1.0)
         batches = [BatchEncoding({"input_ids": ids[n : n + size], "labels": targets[n : n + size]})
-                   for n in range(0, 16, size)]  # fmt: skip
+                   for n in range(0, 32, size)]  # fmt: skip
         train = COPIED["train_accumulated"]
         train(model, sgd, batches, losses_of, lambda: None, NO_SCALER, 16 // size, max_norm=float("inf"), count=count)
         ways.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
