@@ -13,6 +13,7 @@ Ctrl-C ends it: the results so far are written and shown, no kernel is left, exi
 
 import argparse
 import ast
+import hashlib
 import importlib.util
 import json
 import linecache
@@ -327,13 +328,21 @@ def write_recording(path: Path, result: dict, executed: Path):
         of_the_run = {"date": about["date"], "versions": about["versions"]}
         times = result["times"] if about["machine"]["virtual"] else ()
         figures = {name: value for name, value in result["figures"].items() if name not in times}
-        row = {**of_the_run, "machine": about["machine"], "seconds": result["seconds"], "figures": figures}
+        row = {**of_the_run, "code": digest(path), "machine": about["machine"], "seconds": result["seconds"],
+               "figures": figures}  # fmt: skip
         kept = {**content["lessons"], result["name"]: row}
         bounds.write(into, {"machine": about["machine"], "lessons": dict(sorted(kept.items()))})
     if slug == "cpu" and executed.exists():
         unfinished = path.with_suffix(".unfinished")
         shutil.copyfile(executed, unfinished)
         unfinished.replace(path)
+
+
+def digest(path: Path) -> str:
+    """Of a lesson's code, but for the setup that all share: whether a recording is of the cells as they are."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code" and "setup" not in cell["metadata"].get("tags", ())]
+    return hashlib.sha256("\n\n".join("".join(cell["source"]) for cell in code).encode()).hexdigest()[:12]
 
 
 def say(text: str):

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import course
 import pytest
 
 from notebooks import lessons
@@ -266,6 +267,13 @@ def test_recordings_are_whole():
                 cannot = {"14_torch_compile": {"memory_ratio"}, "16_deepspeed_zero": {"offload_ratio"}}
                 expected -= {figure for figure in expected if TIME.search(figure)} | cannot.get(name, set())
             assert set(recorded["figures"]) == expected, f"{name}: record it again"
+
+
+@pytest.mark.parametrize("lesson", lessons(), ids=lambda lesson: lesson.name[:2])
+def test_what_a_page_shows_is_of_its_cells(lesson):
+    recorded = bounds.load(bounds.folder() / "cpu.json")["lessons"].get(lesson.name)
+    of_the_page = recorded is None or recorded["code"] == course.digest(lesson.path)
+    assert of_the_page, f"its code has changed: make record ONLY={lesson.name[:2]}, on a CPU"
 
 
 JUDGED = [

@@ -106,7 +106,7 @@ def test_outputs_and_recordings_of_gpus_agree(lesson):
     recorded = bounds.recorded_on_gpus(lesson.name)
     for claim in lesson.course["claims"].values():
         found = {gpu: figures[claim["figure"]] for gpu, figures in recorded.items() if claim["figure"] in figures}
-        due = [f"{gpu} {value:.3g}" for gpu, value in found.items()]
+        due = [f"{gpu} {bounds._number(value)}" for gpu, value in found.items()]
         if found and "recorded" in claim.get("by", bounds.EVIDENCE):
             due.append(bounds._verdict(claim, [("recorded", value) for value in found.values()]))
         claimed = f"{claim['claim']} ({claim['source']})"

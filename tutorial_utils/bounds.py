@@ -229,18 +229,18 @@ def elsewhere(lesson: str) -> Table:
     """What a lesson's step took of BERT-large, before and after: recorded on GPUs, counted on virtual ones."""
     rows = []
     for content in [*recordings(), *recordings("real-size")]:
-        there, run = content["machine"], content["lessons"].get(lesson)
-        large = there["memory_bytes"] > machine.LARGE and there.get("virtual") != "all"
-        if run and there["device"] == "cuda" and large:
+        card, run = content["machine"], content["lessons"].get(lesson)
+        if run and card["device"] == "cuda" and card["memory_bytes"] > machine.LARGE and card.get("virtual") != "all":
             figures = run["figures"]
-            row = {"GPU": there["name"], "": "counted" if there.get("virtual") else f"recorded {run['date']}"}
+            how = "counted" if card.get("virtual") else f"recorded {run['date']}"
+            row = {"GPU": f"{card['name'].replace('NVIDIA ', '')}, {how}"}
             for name in ("baseline", "technique"):
                 row[name] = size(figures[f"{name}_peak_bytes"]) if f"{name}_peak_bytes" in figures else "–"
             for name in ("memory", "time"):
                 row[name] = f"× {figures[f'{name}_ratio']:.2f}" if f"{name}_ratio" in figures else "–"
             rows.append(row)
-    known = [name for name in rows[0] if any(row[name] != "–" for row in rows)] if rows else []
-    return Table([{name: row[name] for name in known} for row in rows])
+    known = {name for row in rows for name in row if row[name] != "–"}
+    return Table([{name: row[name] for name in row if name in known} for row in rows])
 
 
 def _recorded(lesson: str, here, figures) -> dict[str, float]:
@@ -323,14 +323,18 @@ def _claim(lesson: str, claim: dict, measured: dict[str, float], predicted: dict
     recorded = {gpu: figures[name] for gpu, figures in recorded_on_gpus(lesson).items() if name in figures}
     here = {how: by[name] for how, by in (("measured", measured), ("predicted", predicted)) if name in by}
     evidence = [("recorded", value) for value in recorded.values()] + list(reversed(here.items()))  # strongest first
-    gpus = ", ".join(f"{gpu} {value:.3g}" for gpu, value in recorded.items())
     return {
         "claim": f"{claim['claim']} ({claim['source']})",
-        "claimed": f"{claim['claimed']:.3g}",
-        "here": ", ".join(f"{value:.3g} {how}" for how, value in here.items()) or "–",
-        "GPU": gpus or ("not yet" if name in _bounds(lesson) else "–"),
+        "claimed": _number(claim["claimed"]),
+        "here": ", ".join(f"{_number(value)} {how}" for how, value in here.items()) or "–",
+        "GPU": ", ".join(f"{gpu} {_number(value)}" for gpu, value in recorded.items())
+        or ("not yet" if name in _bounds(lesson) else "–"),
         "verdict": _verdict(claim, evidence),
     }
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _verdict(claim: dict, evidence: list[tuple[str, float]]) -> str:

@@ -18,7 +18,7 @@ from .measure import ROLES, GiB, Memory, MiB
 from .times import Timing
 
 COLOURS = dict(zip(ROLES, ("#4a7fb5", "#d9623b", "#b08a1e", "#8e6bbf", "#3f9a5f", "#909090")))
-_TEXT = "#787878"
+_TEXT, _OUTSIDE = "#787878", "outside tensors"
 
 
 class Table:
@@ -76,21 +76,20 @@ def memory_bars(reports: dict[str, Memory], card: int | None = None, card_name="
     peak = max(report.peak for report in reports.values())
     scale, unit = _scale(max(peak, card or 0))
     ends = [0.0] * len(reports)
-    for role in ROLES:
-        widths = [report.parts[role] / scale for report in reports.values()]
+    held = [one.parts | ({_OUTSIDE: one.card_bytes - one.peak} if outside else {}) for one in reports.values()]
+    for part in held[0]:
+        widths = [of[part] / scale for of in held]
         if max(widths) > 0.002 * peak / scale:
-            axes.barh(list(reports), widths, left=ends, color=COLOURS[role], label=role, height=0.65)
+            axes.barh(list(reports), widths, left=ends, color=COLOURS.get(part, "#bcbcbc"), label=part, height=0.65)
         ends = [end + width for end, width in zip(ends, widths)]
-    if outside:
-        widths = [(report.card_bytes - report.peak) / scale for report in reports.values()]
-        axes.barh(list(reports), widths, left=ends, color=_TEXT, alpha=0.4, label="outside tensors", height=0.65)
-        ends = [end + width for end, width in zip(ends, widths)]
-    for position, end in enumerate(ends):
-        axes.annotate(f"{end:.3g}", (end, position), (3, 0), textcoords="offset points", va="center", color=_TEXT)
+    line = (card or 0) / scale
+    for position, end in enumerate(ends):  # a number that the line would strike stands behind it
+        place = line if 0 <= line - end < 0.1 * max(line, *ends) else end
+        axes.annotate(f"{end:.3g}", (place, position), (3, 0), textcoords="offset points", va="center", color=_TEXT)
     axes.margins(x=0.12)
     if card is not None:
-        axes.axvline(card / scale, color=_TEXT, linestyle="--")
-        _name_above(axes, card / scale, card_name)
+        axes.axvline(line, color=_TEXT, linestyle="--")
+        _name_above(axes, line, card_name)
     axes.invert_yaxis()
     axes.set_xlabel(f"{'memory of the card' if outside else 'tensor memory'} at the peak, {unit}")
     _show(axes, show=show)
@@ -164,7 +163,7 @@ def strips(rows: dict[str, list[tuple]], x: str = ""):
     for place, pieces in enumerate(rows.values()):
         start = 0.0
         for width, kind, *text in pieces:
-            if kind:
+            if kind and width:
                 axes.barh(place, width, left=start, color=colours[kind], height=0.7, edgecolor="white", linewidth=0.6)
                 axes.text(start + width / 2, place, *text or [""], ha="center", va="center", color="white", size=9)
             start += width

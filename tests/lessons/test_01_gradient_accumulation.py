@@ -59,12 +59,12 @@ def test_copied():
     assert peak(8, 8) < 0.4 * peak(64, 1)
 
 
-def test_a_micro_batch_may_have_no_targets():
+def test_a_micro_batch_or_a_window_may_have_no_targets():
     """Its sum, divided as the page says: no window loses its rows, and no loss is NaN."""
     from transformers import BatchEncoding
 
-    ids, targets = Ratings(32).ids, torch.arange(32) % 2  # two windows
-    targets[4:8] = targets[13] = -100
+    ids, targets = Ratings(48).ids, torch.arange(48) % 2  # three windows, and the last has none
+    targets[4:8] = targets[13] = targets[32:] = -100
 
     def count(batch):
         return (batch["labels"] != -100).sum().item()
@@ -80,7 +80,7 @@ def test_a_micro_batch_may_have_no_targets():
         model = regressor().double().eval()
         sgd = torch.optim.SGD(model.parameters(), lr=1.0)
         batches = [BatchEncoding({"input_ids": ids[n : n + size], "labels": targets[n : n + size]})
-                   for n in range(0, 32, size)]  # fmt: skip
+                   for n in range(0, 48, size)]  # fmt: skip
         train = COPIED["train_accumulated"]
         train(model, sgd, batches, losses_of, lambda: None, NO_SCALER, 16 // size, max_norm=float("inf"), count=count)
         ways.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
