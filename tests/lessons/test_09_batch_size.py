@@ -186,6 +186,8 @@ def failing(error):
         RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried"),
     ],
 )
 def test_out_of_memory_in_other_words(error):

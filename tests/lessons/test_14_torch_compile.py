@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import os
 from types import SimpleNamespace
@@ -119,6 +120,29 @@ def test_a_deep_decoder_is_compiled_once(use_cache, graphs):
     for _ in range(2):
         model(input_ids=texts, labels=texts).loss.backward()
     assert (len(made), len(ran)) == (graphs, 2 * (12 if graphs == 1 else 8))
+
+
+@pytest.mark.parametrize(("limit", "whole"), [(8, False), (32, True)], ids=["by default", "as the page says"])
+def test_frozen_layers_of_three_kinds_pass_the_limit_of_graphs(limit, whole):
+    """ModernBERT, its lower half frozen: trained and predicted, with padding and without."""
+    from transformers import ModernBertConfig, ModernBertModel
+
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=6, num_attention_heads=2, vocab_size=64)
+    ids = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
+    model = ModernBertModel(ModernBertConfig(**sizes, **ids))
+    for part in (model.embeddings, *model.layers[:3]):
+        part.requires_grad_(False)
+    text = torch.arange(5, 45).view(4, 10)
+    mask = (torch.arange(10) < torch.tensor([[10], [8], [7], [5]])).long()
+    with torch._dynamo.config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True):
+        assert COPIED["compile_layers"](model, backend="eager", dynamic=True) == 6
+        with contextlib.nullcontext() if whole else pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            for given in (mask, None):
+                model.train()(input_ids=text, attention_mask=given).last_hidden_state.sum().backward()
+                with torch.no_grad():
+                    model.eval()(input_ids=text, attention_mask=given)
+                    model(input_ids=text[:1], attention_mask=None if given is None else given[:1])
+    torch._dynamo.reset()
 
 
 def test_what_is_not_compiled_is_not_called_compiled():

@@ -192,6 +192,30 @@ def test_a_decoders_output_layer_stays(tied):
     assert sum("lora_A" in name for name in trains(model)) == 2 * 7
 
 
+@pytest.mark.parametrize("name", ["bert", "roberta", "deberta-v2", "distilbert", "modernbert"])
+def test_a_masked_language_model_keeps_its_vocabulary(name, tmp_path):
+    """Tied to the embeddings and frozen: what is merged and saved is what was trained."""
+    from transformers import AutoConfig, AutoModelForMaskedLM
+
+    sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=99)
+    sizes |= {"dim": 64, "hidden_dim": 64, "n_layers": 2, "n_heads": 2} if name == "distilbert" else {}
+    ids = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
+    torch.manual_seed(0)
+    model = AutoModelForMaskedLM.from_config(AutoConfig.for_model(name, **sizes, **ids))
+    lora = with_lora(model)
+    assert not model.get_output_embeddings().weight.requires_grad
+    optimizer, text = torch.optim.AdamW(model.parameters(), lr=1e-2), torch.arange(5, 25).view(2, 10)
+    for _ in range(3):
+        model(input_ids=text, labels=text).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    answers = model.eval()(input_ids=text).logits
+    lora.merge_and_unload()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
+    assert torch.allclose(loaded(input_ids=text).logits, answers, atol=1e-4)
+
+
 def test_two_backbones_are_called_one_by_one():
     """By one call the first alone gets adapters, and the second trains whole."""
     from transformers import AutoConfig, AutoModel

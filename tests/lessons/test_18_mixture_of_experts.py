@@ -27,7 +27,7 @@ EXPERTS, USE, BALANCE = (COPIED[name] for name in ("MixtureOfExperts", "use_expe
         ("scores.topk(self.top_k)", "(-scores).topk(self.top_k)"),
         ("* weights[token, place, None]", "* weights[token, place, None].detach()"),
         ("torch.where(chosen == number)", "torch.where(chosen == (number + 1) % len(self.experts))"),
-        ("output.index_add(0, token,", "output.index_copy(0, token,"),
+        ("total.index_add(0, token,", "total.index_copy(0, token,"),
     ],
     ids=[
         "weights not normalised",
@@ -132,6 +132,49 @@ def test_frozen_layers_stay_frozen_and_are_not_balanced():
             USE(model)
         hidden = model(torch.arange(5, 25).view(2, 10), output_hidden_states=True).hidden_states
         assert not hidden[1].requires_grad and hidden[2].requires_grad and BALANCE(model).requires_grad
+
+
+def test_a_frozen_layer_above_one_that_trains_leaves_nothing_behind():
+    model = USE(small("bert"))
+    model.encoder.layer[1].requires_grad_(False)
+    model(torch.arange(5, 25).view(2, 10))
+    assert BALANCE(model).requires_grad
+    copy.deepcopy(model)  # an average of weights
+
+
+@pytest.mark.parametrize(("trained", "expected"), [("", [False] * 3), ("bias", [True] * 3)], ids=["none", "biases"])
+def test_a_router_trains_where_its_experts_may_differ(trained, expected):
+    model = small("bert")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(bool(trained) and name.endswith(trained))
+    routers = [part.router for part in USE(model).modules() if isinstance(part, EXPERTS)]
+    assert [router.weight.requires_grad for router in routers] == expected
+
+
+def test_adapters_of_all_linear_layers_come_after_the_experts():
+    pytest.importorskip("peft")
+    adapters = {}
+    run(source(lesson("15").tagged("copy")[0]), adapters)
+    model, ids = USE(small("bert")), torch.arange(5, 25).view(2, 10)
+    handle = adapters["with_lora"](model)
+    assert sum(name.endswith(".router") for name in handle.targeted_module_names) == 3
+    model(ids)
+    balance = BALANCE(model)
+    balance.backward()
+    assert all(
+        part.router.lora_B["default"].weight.grad.norm() > 0 for part in model.modules() if hasattr(part, "router")
+    )
+    copy.deepcopy(model)
+
+
+def test_balance_loss_finds_experts_of_a_cell_that_ran_before_and_refuses_to_find_none():
+    again = {}
+    run(CELLS, again)
+    model, ids = USE(small("bert")), torch.arange(5, 25).view(2, 10)
+    model(ids)
+    assert again["balance_loss"](model) > 0.9
+    with pytest.raises(AssertionError, match="use_experts"):
+        BALANCE(small("bert"))
 
 
 def test_wrapped_by_hand_the_router_has_the_type_of_the_experts():
