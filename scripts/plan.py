@@ -27,14 +27,17 @@ from tutorial_utils.figures import size  # noqa: E402
 TEMPLATE = ROOT / "scripts" / "train.template"
 OF_THE_SCRIPT = """The script reads train.csv and test.csv: the columns text and label of an encoder's, prompt and
 completion of a decoder's. TRAIN, TEST, WORK, OUTPUT, MODEL, FOLDS, EPOCHS and LR in its environment change its
-settings: a small file needs more epochs, or a higher rate."""
+settings: a small file needs more epochs, or a higher rate. To try a recipe on a CPU, without its model's weights:
+--model tiny, or tiny-decoder."""
 RATES = {True: 2e-5, False: 2e-4}  # of all parameters, and of adapters
+# Whose activations pass the largest number of fp16, and where that is told.
+OVERFLOW = {"gemma3_text": 36822, "t5": 5651}  # issues of huggingface/transformers
 
 
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog=OF_THE_SCRIPT)
     options.add_argument("--model", required=True, type=models.named,
-                         help=f"one of {', '.join(models.names())}, or its name on the hub")  # fmt: skip
+                         help=f"one of {', '.join(models.names())}, or what the hub calls one of these")  # fmt: skip
     options.add_argument("--card", required=True, help='a GPU of facts/gpus.toml, a word of one, or "6 GiB"')
     options.add_argument("--length", required=True, type=int, help="tokens of the longest text")
     options.add_argument("--effective-batch", type=int, default=32,
@@ -124,11 +127,9 @@ def _sorted(imports: set[str]) -> str:
     for line in sorted(plain):
         groups[line.split()[1].partition(".")[0] not in sys.stdlib_module_names].append(line)
     for module, found in sorted(named.items()):
-        line = f"from {module} import {', '.join(sorted(found))}"
-        if len(line) > 100:
-            within = textwrap.fill(", ".join(sorted(found)) + ",", 100, initial_indent="    ", subsequent_indent="    ")
-            line = f"from {module} import (\n{within}\n)"
-        groups[module.partition(".")[0] not in sys.stdlib_module_names].append(line)
+        lines = textwrap.wrap(", ".join(sorted(found)), 119 - len(f"from {module} import "))
+        of_python = module.partition(".")[0] in sys.stdlib_module_names
+        groups[not of_python].extend(f"from {module} import {line.rstrip(',')}" for line in lines)
     return "\n\n".join("\n".join(group) for group in groups if group)
 
 
@@ -146,6 +147,28 @@ def row(option: planner.Option, effective_batch: int) -> dict:
         "card_bytes": report and report.card_bytes,
         "parts": report and report.parts,
     }
+
+
+def notes(given, gpu: machine.Gpu, fitting: list[planner.Option]) -> list[str]:
+    """What a plan does not say of its card, its model and its first recipe; a line each."""
+    said, first = [], fitting[0] if fitting else None
+    if gpu.capability and gpu.capability < (7, 0):
+        said.append("Today's builds of torch have no kernels for this card: see README.")
+    if "GTX 16" in gpu.name:
+        said.append("On this card fp16 gives NaN in some networks: https://github.com/pytorch/pytorch/issues/77955")
+    issue = OVERFLOW.get(models.config(given.model).model_type)
+    if issue and first and "fp16" in first.recipe.name:
+        where = f"https://github.com/huggingface/transformers/issues/{issue}"
+        said.append(f"In fp16 {given.model} is known to overflow ({where}): take fp32, or a card with bf16.")
+    whole = next((option for option in fitting if option.recipe.whole), None)
+    if whole and not first.recipe.whole:
+        said.append(
+            f"Adapters train another model (lesson 22); --all-parameters: {whole.recipe.name!r} and what follows."
+        )
+    fuller = next((option for option in fitting if option.micro_batch > 2), None)
+    if fuller and first.micro_batch <= 2 < given.effective_batch:
+        said.append(f"One or two texts keep few cards busy: {fuller.recipe.name!r} may be faster (lessons 09 and 22).")
+    return said
 
 
 def in_processes(function, groups):
@@ -180,18 +203,17 @@ def main(arguments: list[str] | None = None):
     except (ValueError, ImportError, OSError) as error:
         parser().error(str(error))
     if given.json:
-        answer = {"recipes": [row(option, given.effective_batch) for option in options]}
-        print(json.dumps(answer | {"instead": None if fitting else planner.instead(options, **asked)}, indent=2))
+        answer = {"recipes": [row(option, given.effective_batch) for option in options],
+                  "notes": notes(given, machine.gpu(given.card), fitting),
+                  "instead": None if fitting else planner.instead(options, **asked)}  # fmt: skip
+        print(json.dumps(answer, indent=2))
         return
     gpu = machine.gpu(given.card)
     print(f"{given.model}, texts of {given.length} tokens, {given.effective_batch} a step, on {gpu.name}, which gives")
     print(f"{size(gpu.usable)}. Operations are beside the plain step's; in half precision they are faster.\n")
-    if gpu.capability and gpu.capability < (7, 0):
-        print("Today's builds of torch have no kernels for it: see README.\n")
     print(planner.table(options))
-    few = fitting and fitting[0].micro_batch <= 2 < given.effective_batch
-    if few and (fuller := [option for option in fitting if option.micro_batch > 2]):
-        print(f"One or two texts keep few cards busy: {fuller[0].recipe.name!r} may be faster (lessons 09 and 22).")
+    for note in notes(given, gpu, fitting):
+        print(note)
     if not fitting:
         print(planner.instead(options, **asked))
     if given.script:

@@ -58,9 +58,9 @@ def one_process(monkeypatch):
 
 def rows_of(decoder: bool) -> pandas.DataFrame:
     if decoder:
-        return pandas.DataFrame(data.completions()[0].select(range(176)).to_list())[["prompt", "completion"]]
+        return pandas.DataFrame(data.completions()[0].select(range(136)).to_list())[["prompt", "completion"]]
     corpus = data.load()
-    rows = corpus.train.select(range(336))
+    rows = corpus.train.select(range(216))
     return pandas.DataFrame([{"text": row["text"], "label": corpus.labels[row["label"]]} for row in rows])
 
 
@@ -195,9 +195,9 @@ def test_a_script_asks_its_device_for_the_half_precision():
 
 def untrained_loss(recipe, folder) -> float:
     """Of a token of the completions, before the first step."""
-    made = loaded(recipe, folder)
+    made = loaded(recipe, folder, new_tokens=32)
     tokenizer = made["AutoTokenizer"].from_pretrained(made["CFG"].model)
-    rows = made["encode"](tokenizer, pandas.read_csv(folder / "train.csv"), completed=True)
+    rows = made["encode"](tokenizer, pandas.read_csv(folder / "train.csv"), "prompt", "completion")
     return -made["score_of"](made["make_model"](), rows, made["DataCollatorForSeq2Seq"](tokenizer))
 
 
@@ -267,16 +267,16 @@ def test_what_a_folder_holds_is_of_these_data_and_settings(recipe, folder, monke
     first = small_run(recipe, folder)
     trained = capsys.readouterr().out.count("epoch 1 of 1")
     small_run(recipe, folder)
-    assert trained == 2 and capsys.readouterr().out.startswith("2 of 2 folds are in ")
+    assert trained == 2 and "2 of 2 folds are in " in capsys.readouterr().out
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "Tesla T4")
     small_run(recipe, folder)
-    assert capsys.readouterr().out.startswith("0 of 2 folds are in "), "a GPU goes on with what a CPU began"
+    assert "0 of 2 folds are in " in capsys.readouterr().out, "a GPU goes on with what a CPU began"
     monkeypatch.undo()
     test = pandas.read_csv(folder / "test.csv")
     test[::-1].to_csv(folder / "test.csv", index=False)
     turned = small_run(recipe, folder)
-    assert capsys.readouterr().out.startswith("2 of 2 folds are in "), "a hidden test is no reason to train anew"
+    assert "2 of 2 folds are in " in capsys.readouterr().out, "a hidden test is no reason to train anew"
     pandas.testing.assert_frame_equal(turned[::-1].reset_index(drop=True), first, rtol=1e-3)
 
 
@@ -291,19 +291,22 @@ def test_blanks_missing_columns_and_rare_labels(recipe, folder, capsys):
     test.to_csv(folder / "test.csv", index=False)
     found = small_run(recipe, folder)
     assert found.id.tolist() == list(range(16)) and found[text][5] == ""
-    assert recipe.decoder or "p_None" in found and "fewer than 4 rows: rare." in capsys.readouterr().out
+    assert (
+        recipe.decoder
+        or "p_None" in found
+        and "5 labels in 200 rows, the rarest {'rare': 3, " in capsys.readouterr().out
+    )
     test.rename(columns={text: "Text"}).to_csv(folder / "test.csv", index=False)
-    with pytest.raises(ValueError, match=f"test.csv has 16 rows of .*Text.*; accepted: 1 or more, of .*{text}"):
+    with pytest.raises(AssertionError, match=f"test.csv: 16 rows of .*Text.*; accepted: 1, of .*{text}"):
         small_run(recipe, folder)
     test[:0].to_csv(folder / "test.csv", index=False)
-    with pytest.raises(ValueError, match="test.csv has 0 rows"):
+    with pytest.raises(AssertionError, match="test.csv: 0 rows"):
         small_run(recipe, folder)
-    if not recipe.decoder:
-        train.loc[7, answer] = None
-        train.to_csv(folder / "train.csv", index=False)
-        test.to_csv(folder / "test.csv", index=False)
-        with pytest.raises(ValueError, match="labels in 320 rows: .'',.*; accepted: 2 to half of it, no blank"):
-            small_run(recipe, folder)
+    train.loc[7, answer], train.loc[9, answer] = None, " "
+    train.to_csv(folder / "train.csv", index=False)
+    test.to_csv(folder / "test.csv", index=False)
+    with pytest.raises(AssertionError, match=f"no {answer} in 2 rows, such as .8, 10.; accepted: one in each"):
+        small_run(recipe, folder)
 
 
 @pytest.mark.parametrize("recipe", [of("fp32, AdamW")], ids=["encoder"])
@@ -333,13 +336,13 @@ def test_every_kind_of_line_end_in_a_text_stays_in_its_row(recipe, folder, capsy
 
 def test_a_blank_prompt_is_written_to_where_no_token_begins_a_text():
     """Qwen's tokenizers have none."""
-    made = loaded(of("fp32, AdamW", True), ROOT)
+    made = loaded(of("fp32, AdamW", True), ROOT, new_tokens=32)
     tokenizer = made["AutoTokenizer"].from_pretrained(made["CFG"].model)
     tokenizer.cls_token = tokenizer.bos_token = None
     frame = pandas.DataFrame({"prompt": ["", "def f():"], "completion": ["One.", ""]})
-    for rows in (made["encode"](tokenizer, frame), made["encode"](tokenizer, frame, completed=True)):
-        assert all(row["input_ids"] for row in rows)
-    assert len(made["predict"](made["make_model"](), made["encode"](tokenizer, frame[:1]), tokenizer)) == 1
+    for columns in (["prompt"], ["prompt", "completion"]):
+        assert all(row["input_ids"] for row in made["encode"](tokenizer, frame, *columns))
+    assert len(made["predict"](made["make_model"](), made["encode"](tokenizer, frame[:1], "prompt"), tokenizer)) == 1
 
 
 @pytest.mark.parametrize("recipe", [of("fp32, AdamW"), of("fp32, AdamW", True)], ids=["encoder", "decoder"])
@@ -364,28 +367,70 @@ def test_equal_texts_are_in_one_fold(recipe, folder):
 
 
 @pytest.mark.parametrize("recipe", [of("fp32, AdamW")], ids=["encoder"])
-@pytest.mark.parametrize(("labels", "said"), [(["same"] * 320, "'same'"), (np.arange(320) / 7, "'0.0', '0.14")])
+@pytest.mark.parametrize(("labels", "said"), [(["same"] * 200, "'same'"), (np.arange(200) / 7, "'0.0': 1, '0.14")])
 def test_one_label_and_numbers_are_refused(recipe, labels, said, folder):
     pandas.read_csv(folder / "train.csv").assign(label=labels).to_csv(folder / "train.csv", index=False)
-    with pytest.raises(
-        ValueError, match=f"{len(set(labels))} labels in 320 rows: .{said}.*; accepted: 2 to half of it"
-    ):
+    with pytest.raises(AssertionError, match=f"{len(set(labels))} labels in 200 rows, .*{said}.*; accepted: 2 to half"):
         small_run(recipe, folder)
 
 
 @pytest.mark.parametrize("recipe", [of("fp32, AdamW"), of("fp32, AdamW", True)], ids=["encoder", "decoder"])
 def test_a_training_that_diverges_says_so(recipe, folder):
-    with pytest.raises(AssertionError, match="the training has diverged: choose a lower CFG.lr"):
+    with pytest.raises(AssertionError, match="the training has diverged: lower CFG.lr"):
         loaded(recipe, folder, lr=1e30)["main"]()
 
 
-@pytest.mark.parametrize("recipe", [of("fp32, AdamW")], ids=["encoder"])
+@pytest.mark.parametrize("recipe", [of("fp32, AdamW"), of("fp32, AdamW", True)], ids=["encoder", "decoder"])
 def test_main_once_more_in_the_same_process_goes_on(recipe, folder, capsys):
     made = loaded(recipe, folder, epochs=1)
     made["main"]()
     capsys.readouterr()
     made["main"]()
-    assert capsys.readouterr().out.startswith("2 of 2 folds are in ")
+    assert "2 of 2 folds are in " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", [of("fp32, AdamW")], ids=["encoder"])
+def test_the_accuracy_is_that_of_all_rows_however_unequal_the_folds(recipe, folder, capsys):
+    train = pandas.read_csv(folder / "train.csv")
+    train.loc[:120, "text"] = train.text[0]
+    train.to_csv(folder / "train.csv", index=False)
+    small_run(recipe, folder)
+    said = float(capsys.readouterr().out.split("accuracy over all rows, best epochs: ")[1].split(";")[0])
+    held = pandas.read_csv(folder / "a new one" / "out_held_out.csv")
+    assert said == pytest.approx(
+        (held.filter(like="p_").idxmax(axis=1).str.removeprefix("p_") == held.label).mean(), abs=1e-4
+    )
+
+
+@pytest.mark.parametrize("recipe", [of("fp32, AdamW"), of("fp32, AdamW", True)], ids=["encoder", "decoder"])
+def test_what_the_other_texts_say_already_is_kept(recipe, folder):
+    answer = "completion" if recipe.decoder else "label"
+    test = pandas.read_csv(folder / "test.csv")
+    test.assign(**{answer: "theirs"}).to_csv(folder / "test.csv", index=False)
+    found = small_run(recipe, folder)
+    assert set(found[f"given {answer}"]) == {"theirs"} and "theirs" not in set(found[answer])
+
+
+def test_a_prompt_is_as_long_when_it_is_answered_as_when_it_was_learned():
+    made = loaded(of("fp32, AdamW", True), ROOT, new_tokens=9)
+    tokenizer = made["AutoTokenizer"].from_pretrained(made["CFG"].model)
+    frame = pandas.DataFrame({"prompt": ["def " * 90, "def f():"], "completion": ["Two words.", "many " * 90]})
+    learned = made["encode"](tokenizer, frame, "prompt", "completion")
+    asked = made["encode"](tokenizer, frame, "prompt")
+    for row, prompt in zip(learned, asked):
+        assert row["input_ids"][: len(prompt["input_ids"])] == prompt["input_ids"]
+    answers = [[label for label in row["labels"] if label != -100] for row in learned]
+    ends = [answer[-1] in (tokenizer.eos_token_id, tokenizer.sep_token_id) for answer in answers]
+    assert len(asked[0]["input_ids"]) == 64 - 9 and len(answers[1]) == 9 and ends == [True, False]
+
+
+@pytest.mark.parametrize("recipe", [of("fp32, AdamW", True)], ids=["decoder"])
+def test_short_completions_leave_more_to_prompts(recipe, folder, capsys):
+    train = pandas.read_csv(folder / "train.csv")
+    train.assign(prompt=train.prompt * 30, completion="one").to_csv(folder / "train.csv", index=False)
+    made = loaded(recipe, folder, epochs=1)
+    made["main"]()
+    assert made["CFG"].new_tokens < 5 and f"{len(train)} of {len(train)} prompts fill what" in capsys.readouterr().out
 
 
 def test_a_cpu_does_not_pack_weights_anew_in_an_evaluation():
@@ -407,9 +452,9 @@ def test_what_is_trained_is_in_fp32_whatever_the_file_has(name, decoder, tmp_pat
 
 
 @pytest.mark.parametrize("recipe", [of("fp32, AdamW")], ids=["encoder"])
-@pytest.mark.parametrize(("folds", "epochs"), [(1, 1), (361, 1), (2, 0)])
+@pytest.mark.parametrize(("folds", "epochs"), [(1, 1), (241, 1), (2, 0)])
 def test_folds_and_epochs_that_cannot_be_are_refused_before_the_training(recipe, folder, folds, epochs):
-    with pytest.raises(AssertionError, match=f"CFG.folds={folds}: 2 to 320; CFG.epochs={epochs}: 1 or more"):
+    with pytest.raises(AssertionError, match=f"CFG.folds={folds}: 2 to 200; CFG.epochs={epochs}: 1 or more"):
         loaded(recipe, folder, folds=folds, epochs=epochs)["main"]()
     assert not list(folder.glob("work/*"))
 
@@ -451,8 +496,29 @@ def test_a_row_further_down_is_named_where_the_first_takes_a_text_or_two(monkeyp
         return capsys.readouterr().out
 
     said = of_a_plan(2, 1, 8)
-    assert f"{planner.recipes('fp16')[2].name!r} may be faster" in said and "no kernels for it" in said
+    assert f"{planner.recipes('fp16')[2].name!r} may be faster" in said and "no kernels for this card" in said
     assert "may be faster" not in of_a_plan(4, 1, 8) + of_a_plan(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "card", "names", "said"),
+    [
+        ("gemma-3-1b", "T4", ["LoRA, fp16"], "known to overflow"),
+        ("gemma-3-1b", "A100", ["LoRA, bf16"], ""),
+        ("gemma-3-1b", "T4", ["fp32, AdamW"], ""),
+        ("tiny", "GTX 1650", ["fp16, AdamW"], "NaN in some networks"),
+        ("tiny", "T4", ["LoRA, fp16", "fp16, AdamW"], "another model (lesson 22); --all-parameters: 'fp16, AdamW'"),
+        ("tiny", "T4", ["LoRA, fp16"], ""),
+        ("tiny", "T4", ["fp16, AdamW", "LoRA, fp16"], ""),
+        ("tiny", "T4", [], ""),
+    ],
+)
+def test_a_plans_notes(model, card, names, said):
+    gpu = machine.gpu(card)
+    known = {one.name: one for half in ("fp16", "bf16") for one in planner.recipes(half, models.head_share(model))}
+    given = plan.parser().parse_args([f"--model={model}", f"--card={card}", "--length=64"])
+    notes = plan.notes(given, gpu, [planner.Option(known[name], 8) for name in names])
+    assert [said in note for note in notes] == [True] * bool(said), notes
 
 
 def test_where_nothing_fits_there_is_no_script(tmp_path, capsys):

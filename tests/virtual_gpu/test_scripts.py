@@ -51,10 +51,11 @@ tokenizer = data.tokenizer()
 if recipe.decoder:
     of["train_fold"](0, rows, rows, DataCollatorForSeq2Seq(tokenizer))
     if NAME.startswith("LoRA on"):  # of one only: it takes a while
-        of["predict_test"](0, BATCH * [{"input_ids": (LENGTH - of["CFG"].new_tokens) * [1]}], tokenizer)
+        of["CFG"].new_tokens = LENGTH // 2
+        of["predict"](of["make_model"](), BATCH * [{"input_ids": LENGTH // 2 * [1]}], tokenizer)
 else:
     of["train_fold"](0, rows, rows, 2, collate := DataCollatorWithPadding(tokenizer))
-    of["predict_test"](0, rows, 2, collate)
+    of["predict"](of["make_model"](2), rows, collate)
 stats = torch.cuda.memory_stats()
 cublas = found.card_parts["cuBLAS workspaces"]
 print(stats["requested_bytes.all.peak"], found.peak, cublas, stats["reserved_bytes.all.peak"], found.reserved)
