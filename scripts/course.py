@@ -288,10 +288,10 @@ def run(paths: list[Path], keep: bool = True, record: bool = False, at_once: int
     def one(path: Path) -> dict:
         say(f"{path.stem} …")
         with tempfile.TemporaryDirectory() as folder:
-            executed = Path(folder, path.name) if record else REPORTS / "executed" / path.name
+            executed, code = Path(folder, path.name) if record else REPORTS / "executed" / path.name, digest(path)
             result = run_lesson(path, executed if keep else None, stop=stop)
             if record and result["status"] == "passed":
-                write_recording(path, result, executed)
+                write_recording(path, result, executed, code)
         say(f"{path.stem} {result['status']} in {result['seconds']:.0f} s {result['reason'][:500]}".rstrip())
         return result
 
@@ -317,7 +317,7 @@ def recording_file(machine: dict, slug: str) -> Path:
     return bounds.folder() / ("real-size" if machine["virtual"] == "small" else "") / f"{slug}.json"
 
 
-def write_recording(path: Path, result: dict, executed: Path):
+def write_recording(path: Path, result: dict, executed: Path, code: str):
     """A lesson's figures with the date and the versions of its run; on a CPU its outputs, of the same run."""
     from tutorial_utils import bounds
 
@@ -328,7 +328,7 @@ def write_recording(path: Path, result: dict, executed: Path):
         of_the_run = {"date": about["date"], "versions": about["versions"]}
         times = result["times"] if about["machine"]["virtual"] else ()
         figures = {name: value for name, value in result["figures"].items() if name not in times}
-        row = {**of_the_run, "code": digest(path), "machine": about["machine"], "seconds": result["seconds"],
+        row = {**of_the_run, "code": code, "machine": about["machine"], "seconds": result["seconds"],
                "figures": figures}  # fmt: skip
         kept = {**content["lessons"], result["name"]: row}
         bounds.write(into, {"machine": about["machine"], "lessons": dict(sorted(kept.items()))})

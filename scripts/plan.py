@@ -30,8 +30,8 @@ completion of a decoder's. TRAIN, TEST, WORK, OUTPUT, MODEL, FOLDS, EPOCHS and L
 settings: a small file needs more epochs, or a higher rate. To try a recipe on a CPU, without its model's weights:
 --model tiny, or tiny-decoder."""
 RATES = {True: 2e-5, False: 2e-4}  # of all parameters, and of adapters
-# Whose activations pass the largest number of fp16, and where that is told.
-OVERFLOW = {"gemma3_text": 36822, "t5": 5651}  # issues of huggingface/transformers
+# Whose activations pass the largest number of fp16, and where that is told: an issue of huggingface/transformers.
+OVERFLOW = {"gemma3_text": 36822}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -116,7 +116,7 @@ def _assembled(template: str, imports: list[str], cells: list[str], fields: dict
 
 
 def _sorted(imports: set[str]) -> str:
-    """The standard library, then installed packages; what comes from one module in one statement."""
+    """The standard library, then installed packages; what comes from one module in as many lines as it takes."""
     plain, named = set(), {}
     for statement in ast.parse("\n".join(imports)).body:
         if isinstance(statement, ast.Import):
@@ -149,24 +149,24 @@ def row(option: planner.Option, effective_batch: int) -> dict:
     }
 
 
-def notes(given, gpu: machine.Gpu, fitting: list[planner.Option]) -> list[str]:
-    """What a plan does not say of its card, its model and its first recipe; a line each."""
-    said, first = [], fitting[0] if fitting else None
+def notes(given, gpu: machine.Gpu, fitting: list[planner.Option], chosen: planner.Option | None) -> list[str]:
+    """What a plan does not say of its card, its model and the chosen recipe; a line each."""
+    said = []
     if gpu.capability and gpu.capability < (7, 0):
         said.append("Today's builds of torch have no kernels for this card: see README.")
     if "GTX 16" in gpu.name:
         said.append("On this card fp16 gives NaN in some networks: https://github.com/pytorch/pytorch/issues/77955")
     issue = OVERFLOW.get(models.config(given.model).model_type)
-    if issue and first and "fp16" in first.recipe.name:
+    if issue and chosen and "fp16" in chosen.recipe.name:
         where = f"https://github.com/huggingface/transformers/issues/{issue}"
         said.append(f"In fp16 {given.model} is known to overflow ({where}): take fp32, or a card with bf16.")
     whole = next((option for option in fitting if option.recipe.whole), None)
-    if whole and not first.recipe.whole:
+    if whole and not chosen.recipe.whole:
         said.append(
             f"Adapters train another model (lesson 22); --all-parameters: {whole.recipe.name!r} and what follows."
         )
     fuller = next((option for option in fitting if option.micro_batch > 2), None)
-    if fuller and first.micro_batch <= 2 < given.effective_batch:
+    if fuller and chosen.micro_batch <= 2 < given.effective_batch:
         said.append(f"One or two texts keep few cards busy: {fuller.recipe.name!r} may be faster (lessons 09 and 22).")
     return said
 
@@ -202,17 +202,17 @@ def main(arguments: list[str] | None = None):
             bounds.write_text(given.script, made)
     except (ValueError, ImportError, OSError) as error:
         parser().error(str(error))
+    gpu = machine.gpu(given.card)
     if given.json:
         answer = {"recipes": [row(option, given.effective_batch) for option in options],
-                  "notes": notes(given, machine.gpu(given.card), fitting),
+                  "notes": notes(given, gpu, fitting, chosen[0] if chosen else None),
                   "instead": None if fitting else planner.instead(options, **asked)}  # fmt: skip
         print(json.dumps(answer, indent=2))
         return
-    gpu = machine.gpu(given.card)
     print(f"{given.model}, texts of {given.length} tokens, {given.effective_batch} a step, on {gpu.name}, which gives")
     print(f"{size(gpu.usable)}. Operations are beside the plain step's; in half precision they are faster.\n")
     print(planner.table(options))
-    for note in notes(given, gpu, fitting):
+    for note in notes(given, gpu, fitting, chosen[0] if chosen else None):
         print(note)
     if not fitting:
         print(planner.instead(options, **asked))

@@ -334,7 +334,7 @@ def _claim(lesson: str, claim: dict, measured: dict[str, float], predicted: dict
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def _verdict(claim: dict, evidence: list[tuple[str, float]]) -> str:

@@ -158,12 +158,11 @@ def test_adapters_of_all_linear_layers_come_after_the_experts():
     model, ids = USE(small("bert")), torch.arange(5, 25).view(2, 10)
     handle = adapters["with_lora"](model)
     assert sum(name.endswith(".router") for name in handle.targeted_module_names) == 3
-    model(ids)
-    balance = BALANCE(model)
-    balance.backward()
-    assert all(
-        part.router.lora_B["default"].weight.grad.norm() > 0 for part in model.modules() if hasattr(part, "router")
-    )
+    (model(ids).last_hidden_state.sum() + BALANCE(model)).backward()
+    routers = [part.router for part in model.modules() if hasattr(part, "router")]
+    assert all(router.lora_B["default"].weight.grad.norm() > 0 for router in routers)
+    learned = [name for name, part in model.named_parameters() if ".experts." in name and part.grad is not None]
+    assert learned and all("lora_" in name for name in learned)
     copy.deepcopy(model)
 
 
@@ -175,6 +174,8 @@ def test_balance_loss_finds_experts_of_a_cell_that_ran_before_and_refuses_to_fin
     assert again["balance_loss"](model) > 0.9
     with pytest.raises(AssertionError, match="use_experts"):
         BALANCE(small("bert"))
+    with pytest.raises(AssertionError, match="no known layers"):
+        again["use_experts"](model)
 
 
 def test_wrapped_by_hand_the_router_has_the_type_of_the_experts():

@@ -51,8 +51,8 @@ tokenizer = data.tokenizer()
 if recipe.decoder:
     of["train_fold"](0, rows, rows, DataCollatorForSeq2Seq(tokenizer))
     if NAME.startswith("LoRA on"):  # of one only: it takes a while
-        of["CFG"].new_tokens = LENGTH // 2
-        of["predict"](of["make_model"](), BATCH * [{"input_ids": LENGTH // 2 * [1]}], tokenizer)
+        of["CFG"].new_tokens = 8  # of short completions, whose prompts are the longest
+        of["predict"](of["make_model"](), BATCH * [{"input_ids": (LENGTH - 8) * [1]}], tokenizer)
 else:
     of["train_fold"](0, rows, rows, 2, collate := DataCollatorWithPadding(tokenizer))
     of["predict"](of["make_model"](2), rows, collate)
