@@ -522,6 +522,11 @@ def test_a_plans_notes(model, card, names, said):
     assert [said in note for note in notes] == [True] * bool(said), notes
 
 
+@pytest.mark.parametrize("card", ["T4 x2", "T4x2", " T4 "])
+def test_kaggles_name_of_two_cards_is_one_of_them(card):
+    assert plan.parser().parse_args(["--model=tiny", f"--card={card}", "--length=64"]).card == "T4"
+
+
 def test_where_nothing_fits_there_is_no_script(tmp_path, capsys):
     target = tmp_path / "train.py"
     with pytest.raises(SystemExit):
