@@ -84,7 +84,7 @@ def memory_bars(reports: dict[str, Memory], card: int | None = None, card_name="
         ends = [end + width for end, width in zip(ends, widths)]
     line = (card or 0) / scale
     for position, end in enumerate(ends):  # a number that the line would strike stands behind it
-        place = line if 0 <= line - end < 0.1 * max(line, *ends) else end
+        place = line if 0 <= line - end < 0.13 * max(line, *ends) else end
         axes.annotate(f"{end:.3g}", (place, position), (3, 0), textcoords="offset points", va="center", color=_TEXT)
     axes.margins(x=0.12)
     if card is not None:
