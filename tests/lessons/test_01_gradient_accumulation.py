@@ -115,6 +115,7 @@ def test_a_scaler_changes_nothing():
 @pytest.mark.parametrize(
     "batch",
     [
+        torch.zeros(7, 3),
         {"labels": torch.zeros(7, 2)},
         (torch.zeros(7), torch.zeros(7)),
         [{"ids": torch.zeros(7, 3)}, torch.zeros(7)],
@@ -125,6 +126,7 @@ def test_a_scaler_changes_nothing():
         {"ids": torch.zeros(7, 3), "labels": torch.zeros(7), "number": torch.tensor(3), "names": [4, 5]},
     ],
     ids=[
+        "a tensor",
         "a dictionary",
         "a tuple",
         "inputs and targets",
@@ -137,6 +139,27 @@ def test_a_scaler_changes_nothing():
 )
 def test_rows_of_a_batch(batch):
     assert COPIED["rows"](batch) == 7
+
+
+@pytest.mark.parametrize(
+    "batch", [(["one", "two"], ["three", "four"]), {"ids": [[1, 2], [3]]}, [], 7], ids=["texts", "lists", "none", "7"]
+)
+def test_a_batch_without_tensors_is_an_error(batch):
+    """Its share would be 0 of 0: a loss would be shown, and nothing trained."""
+    model = regressor()
+
+    def texts_of(model, _):
+        return model(input_ids=torch.ones(2, 3, dtype=torch.long)).logits.mean()
+
+    def epoch(**count):
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        COPIED["train_accumulated"](model, sgd, [batch] * 2, texts_of, lambda: None, NO_SCALER, 2, **count)
+        return torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+    start = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    with pytest.raises(ZeroDivisionError):
+        epoch()
+    assert not torch.equal(epoch(count=lambda batch: 2), start), "with the number of texts it trains"
 
 
 def peak_of(step, model):

@@ -123,6 +123,27 @@ def test_a_step_that_overflows_is_skipped_and_the_schedule_waits():
     assert torch.equal(start, after) and steps == 0 and scaler.get_scale() == 2.0**59
 
 
+@pytest.mark.parametrize("forget", [nothing, torch.clear_autocast_cache], ids=["as it is", "as the page says"])
+def test_weights_that_change_within_a_loss(forget):
+    """AWP moves the weights between two forward passes. Autocast goes on with the copies that it has."""
+    losses = []
+
+    def adversarial(model, batch):
+        losses.append(loss_of(model, batch))
+        with torch.no_grad():
+            model.classifier.weight.add_(1.0)
+        forget()
+        losses.append(loss_of(model, batch))
+        with torch.no_grad():
+            model.classifier.weight.sub_(1.0)
+        forget()
+        return sum(losses)
+
+    model = regressor().eval()
+    TRAIN(model, torch.optim.SGD(model.parameters()), DataLoader(Ratings(8), 8), adversarial, nothing, "cpu", NO_SCALER)
+    assert torch.equal(*losses) == (forget is nothing)
+
+
 def test_groups_keep_their_rates():
     model = regressor()
     head = list(model.classifier.parameters())

@@ -60,7 +60,7 @@ def tokens(batches, lengths):
     [
         ("[found[number] for number in range(len(rows))]", "[*found.values()]"),
         ("zip(numbers, outputs_of(model, batch), strict=True)", "zip(sorted(numbers), outputs_of(model, batch))"),
-        ("    model.train(training)\n", ""),
+        ("        module.training = True\n", "        pass\n"),
         ("manual_seed(seed)", "manual_seed(0)"),
         ("[batch.tolist() for batch in batches]", "[batch.tolist() for batch in batches][: -1 if seed == 3 else None]"),
         ("for i in 2 + torch.randperm", "for i in 2 - (seed == 3) + torch.randperm"),
@@ -117,6 +117,51 @@ def test_prediction_puts_anything_at_its_place_and_refuses_what_does_not_fit():
         predict_rows(regressor(), reviews, batches, padded, lambda model, batch: answers(model, batch)[1:])
     with pytest.raises(KeyError):
         predict_rows(regressor(), reviews, batches[1:], padded, answers)
+
+
+@pytest.mark.parametrize("kind", ["a sampler", "a generator", "each epoch anew"])
+def test_prediction_asks_for_the_batches_once(kind):
+    """A sampler that shuffles gives others when it is asked again: outputs would go to other rows."""
+    from torch.utils.data import BatchSampler, RandomSampler
+
+    reviews = Reviews(30)
+    batches = {"a sampler": BatchSampler(RandomSampler(range(30)), 4, False),
+               "a generator": iter(length_batches(reviews.lengths, 4, seed=0)),
+               "each epoch anew": each_epoch(reviews.lengths, 4)}[kind]  # fmt: skip
+    found = predict_rows(regressor(), reviews, batches, padded, lambda model, batch: batch["attention_mask"].sum(1))
+    assert found == reviews.lengths.tolist()
+
+
+def each_epoch(*given):
+    cell = next(source(cell) for cell in LESSON.code if "class EachEpoch" in source(cell))
+    namespace = dict(COPIED)
+    run(cell.split("class LengthTrainer")[0], namespace)
+    return namespace["EachEpoch"](*given)
+
+
+@pytest.mark.parametrize("count", [30, 34, 61])
+def test_two_processes_share_all_rows(count):
+    """Accelerate's shards, in epochs where the short batch comes anywhere."""
+    from accelerate.data_loader import prepare_data_loader
+
+    lengths = Reviews(count).lengths
+    shards = [
+        prepare_data_loader(DataLoader(range(count), batch_sampler=each_epoch(lengths, 4)), num_processes=2,
+                            process_index=place, put_on_device=False)
+        for place in (0, 1)
+    ]  # fmt: skip
+    for epoch in range(6):
+        found = [torch.cat(list(shard)).tolist() for shard in shards]
+        assert {*found[0], *found[1]} == {*range(count)}, f"epoch {epoch}"
+
+
+def test_prediction_leaves_frozen_parts_asleep():
+    """As lesson 02's loop does it: what is frozen stays in eval(), the rest in train()."""
+    model, reviews = regressor().train(), Reviews(20)
+    model.base_model.eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    predict_rows(model, reviews, length_batches(reviews.lengths, 8, 0), padded, outputs_of)
+    assert {name: module.training for name, module in model.named_modules()} == before and len({*before.values()}) == 2
 
 
 def test_orders():

@@ -117,8 +117,19 @@ def test_means_of_half_precision_are_exact():
 
 
 def test_a_lost_row_is_an_error():
-    with pytest.raises(RuntimeError, match="split"):
-        mean_of_parts(torch.zeros(3, 2), [0, 0, 1, 1])
+    for lost in (3, 5):
+        with pytest.raises((RuntimeError, IndexError), match="index"):
+            mean_of_parts(torch.zeros(lost, 2), [0, 0, 1, 1])
+
+
+def test_owners_in_the_order_of_the_outputs():
+    """Batches of like lengths: outputs and owners in another order, together. Scores of any shape."""
+    outputs, owners = torch.rand(9, 2, 3), torch.tensor([0, 0, 1, 2, 2, 2, 3, 3, 3])
+    shuffled = torch.randperm(9, generator=torch.Generator().manual_seed(1))
+    wanted = torch.stack([outputs[owners == text].mean(0) for text in range(4)])
+    torch.testing.assert_close(mean_of_parts(outputs, owners), wanted)
+    torch.testing.assert_close(mean_of_parts(outputs[shuffled], owners[shuffled]), wanted)
+    torch.testing.assert_close(mean_of_parts(outputs[:, 0, 0], owners.tolist()), wanted[:, 0, 0])
 
 
 @pytest.mark.parametrize("text", ["", "one", "word " * 500], ids=["empty", "short", "long"])
