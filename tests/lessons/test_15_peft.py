@@ -418,6 +418,39 @@ def test_in_a_strangers_competition_script(stranger_files, monkeypatch, apex):
     assert {name for name in moved if "layer" not in name} == {"fc.weight", "fc.bias"}
 
 
+def test_stages_as_the_page_says():
+    """What is frozen after the call, what disable_adapter does to it, and what trains after merging."""
+    model = regressor()
+    lora = with_lora(model)
+    every = trains(model)
+    model.distilbert.transformer.layer[0].requires_grad_(False)
+    assert 0 < len(trains(model)) < len(every)
+    with lora.disable_adapter():
+        pass
+    assert trains(model) == every, "disable_adapter leaves what is frozen: say so on the page"
+    model.distilbert.transformer.layer[0].requires_grad_(False)
+    trained(model, DataLoader(Ratings(8), batch_size=4))
+    own = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad or "lora_" in n}
+    assert own.keys() == every, "adapters that were frozen later are saved too"
+    lora.merge_and_unload()
+    base = {name for name, _ in model.named_parameters()}
+    assert trains(model) < base and not any(".transformer." in name for name in trains(model))
+    assert model.requires_grad_(True) is model and trains(model) == base
+
+
+def test_a_second_call_loses_what_adapters_learned():
+    def learned():
+        return any(p.any() for name, p in model.named_parameters() if "lora_B" in name)
+
+    model = regressor()
+    with_lora(model)
+    trained(model, DataLoader(Ratings(8), batch_size=4))
+    assert learned()
+    with pytest.warns(UserWarning):
+        with_lora(model)
+    assert not learned()
+
+
 def test_a_competition_scripts_groups_and_memory(stranger_files, monkeypatch):
     """Adapters get the encoder's rate, the head keeps its own, and the state is a fraction."""
     script = competition(stranger_files, monkeypatch, LESSON.source("copy"))

@@ -149,6 +149,12 @@ def test_an_optimizer_that_was_built_too_early(batch):
     assert NOT_HANDED not in wrong_together(model, adamw(model), loss_of, batch)
 
 
+def test_a_model_that_is_frozen_as_a_whole(batch):
+    model = regressor().requires_grad_(False)
+    ((said, found),) = wrong_together(model, adamw(model), loss_of, batch).items()
+    assert "grad" in said and found == sorted(name for name, _ in model.named_parameters())
+
+
 CALL = """if not FOUND:
             FOUND.append(wrong_together(model, optimizer, {loss_of}, {batch}{more}))
         """
