@@ -384,6 +384,13 @@ def table(results: list[dict]) -> str:
     )
 
 
+def of_bf16(lesson: str) -> bool:
+    """Whether it has times that differ by how fast a CPU's bf16 is."""
+    from tutorial_utils import bounds
+
+    return any("cpu-slow-bf16" in bound for bound in bounds.facts(lesson)["figures"].values())
+
+
 def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -412,15 +419,18 @@ def main(given: list[str] | None = None) -> int:
     from tutorial_utils import bounds, machine
 
     here = machine.facts()
-    known = here.device == "cuda" or here.backend in ("cpu", "cpu-slow-bf16") or os.environ.get("COURSE_BOUNDS")
-    if arguments.command == "record" and not known:
-        parser.error(
-            f"this machine is of class {here.backend}, the recording of class cpu: COURSE_BOUNDS names another"
-        )
     try:
         chosen = lessons([arguments.number] if arguments.command == "lesson" else arguments.only)
     except ValueError as error:
         parser.error(str(error))
+    known = here.device == "cuda" or here.backend in ("cpu", "cpu-slow-bf16") or os.environ.get("COURSE_BOUNDS")
+    if arguments.command == "record" and not known:  # where cores are few, it is bf16 that is slower
+        others = [path.stem for path in chosen if here.cores > machine.FEW_CORES or of_bf16(path.stem)]
+        if others:
+            parser.error(
+                f"this machine is of class {here.backend}, the recorded times of {', '.join(others)} are of class cpu: "
+                "COURSE_BOUNDS names another"
+            )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a termination ends it as Ctrl-C does
     if arguments.command == "lesson":
         results = [run_lesson(chosen[0], keep=chosen[0])]

@@ -293,6 +293,22 @@ def test_a_new_lesson_fails_for_what_is_missing(tmp_path):
             new_lesson.make(folder, *wrong)
 
 
+@pytest.mark.parametrize(
+    ("cores", "lesson", "refused"),
+    [(2, "01", False), (2, "21", True), (16, "01", True)],
+    ids=["fp32 alone", "times of bf16", "more cores"],
+)
+def test_times_of_another_class_are_not_recorded(monkeypatch, capsys, cores, lesson, refused):
+    """A CPU that emulates bf16 may record what does without."""
+    emulates = replace(machine.facts(), name="CPU", device="cpu", cores=cores, bf16_time=9.0, virtual=None)
+    monkeypatch.setattr(machine, "facts", lambda: emulates)
+    monkeypatch.delenv("COURSE_BOUNDS", raising=False)
+    monkeypatch.setattr(course, "run", lambda *_, **__: 1 / 0)
+    with pytest.raises(SystemExit if refused else ZeroDivisionError):
+        run(monkeypatch, "record", "--only", lesson)
+    assert ("are of class cpu" in capsys.readouterr().err) == refused
+
+
 def test_where_no_numbers_are_computed_a_failed_statement_leaves_no_number(tmp_path, capsys):
     write(tmp_path, "01_small", "ratio = 1 / 0\nassert ratio < 1\nprint('twice it:', 2 * ratio)")
     course.run_cells(tmp_path / "01_small.ipynb", past_failures=True)

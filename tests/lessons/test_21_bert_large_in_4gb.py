@@ -374,20 +374,6 @@ def test_weights_that_are_restored_lose_their_step(in_backward):
     assert torch.equal(words, before[0]) == in_backward and not torch.equal(head, before[1])
 
 
-def test_a_second_stage():
-    """Another optimizer on the same model: its step alone, once the first one's hooks are removed."""
-    model, start = regressor().eval(), regressor().eval()
-    hooks = step_in_backward(adafactor(model.parameters()))
-    for hook in hooks:
-        hook.remove()
-    for network in (model, start):
-        optimizer = hooked(network, lr=1e-2)
-        train(network, optimizer, batches(4, 2))
-    assert len(hooks) == len([*model.parameters()])
-    vector = torch.nn.utils.parameters_to_vector
-    assert torch.equal(vector(model.parameters()), vector(start.parameters()))
-
-
 def test_under_accelerate_the_hooks_learn_from_the_optimizer_within():
     from accelerate import Accelerator
 
