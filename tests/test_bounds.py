@@ -382,6 +382,15 @@ def test_times_of_a_class_that_no_one_recorded_are_not_judged(own_facts, monkeyp
         bounds.compare("a", {"gain": 9.0}).require()
 
 
+@pytest.mark.parametrize("own", ["", "cpu-slow-bf16 = [3, 4]\n"], ids=["of fp32", "of bf16"])
+def test_times_without_bf16_are_judged_where_it_is_emulated(own_facts, monkeypatch, own):
+    own_facts.write_text('[figures.gain]\nwhy = "w"\ncpu = [1, 2]\n' + own)
+    emulates = dataclasses.replace(machine.facts(), device="cpu", bf16=True, cores=2, bf16_time=9.0)
+    monkeypatch.setattr(machine, "facts", lambda: emulates)
+    (bound,) = bounds.compare("a", {"gain": measure.Figure(9.0)}).bounds
+    assert bound.verdict == (bounds.UNRECORDED if own else "outside")
+
+
 def test_a_claim_that_cannot_be_tested_here_says_what_it_needs(own_facts):
     assert bounds.claims("a", {}, {})[0]["verdict"] == "open: needs a GPU"
     assert bounds.claims("a", {"gain": 2.4}, {})[0]["verdict"] == "holds (measured)"

@@ -4,7 +4,8 @@ facts/lessons/<lesson>.toml holds, for every figure, why it is bounded and the l
 for each backend class, or an empty list where too few such machines were recorded. A class that is left
 out cannot have the figure. A special case ("cuda-bf16", "cpu-slow-bf16") has those of its class unless it
 has its own, and so has a GPU where lessons train the tiny model ("cuda-tiny", also where it is virtual)
-or BERT-base ("cuda-base"); but times of "cpu-other" are not judged by those of "cpu". Figures of
+or BERT-base ("cuda-base"); but times of "cpu-other" are not judged by those of "cpu", unless its cores
+are few and the time has no bound of its own for "cpu-slow-bf16", as one has in which bf16 counts. Figures of
 `bytes` are judged within 2 % of what was recorded, on GPUs and at real size on virtual ones
 (facts/bounds/real-size). A figure that has none for a class is not expected there, and one that
 `needs` packages only where they are installed; one that is `virtual` only where a virtual GPU
@@ -217,11 +218,9 @@ def recordings(kind: str = "") -> list[dict]:
 def recorded_on_gpus(lesson: str) -> dict[str, dict[str, float]]:
     """The figures of a lesson by GPU name, from every committed recording on a real one."""
     return {
-        content["machine"]["name"]: content["lessons"][lesson]["figures"]
-        for content in recordings()
-        if content["machine"]["device"] == "cuda"
-        and not content["machine"].get("virtual")
-        and lesson in content["lessons"]
+        card["name"]: lessons[lesson]["figures"]
+        for card, lessons in ((content["machine"], content["lessons"]) for content in recordings())
+        if card["device"] == "cuda" and not card.get("virtual") and lesson in lessons
     }
 
 
@@ -262,7 +261,8 @@ def _bound(name: str, value: float, expected: dict, here, sources: dict[str, dic
     if here.virtual and isinstance(value, Figure):
         return Bound(name, value, 0.0, math.inf, VIRTUAL, why)
     if not name.endswith("_bytes"):
-        other_times = backend == "cpu-other" and backend not in expected and isinstance(value, Figure)
+        unlike = here.cores > machine.FEW_CORES or "cpu-slow-bf16" in expected  # those that recorded, in this figure
+        other_times = backend == "cpu-other" and unlike and backend not in expected and isinstance(value, Figure)
         if other_times or not expected["range"]:
             return Bound(name, value, 0.0, math.inf, UNRECORDED, why)
         return Bound(name, value, *expected["range"], backend, why)

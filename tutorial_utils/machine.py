@@ -57,7 +57,7 @@ class Machine:
         """The class that a bound belongs to: "cpu", "cuda", or their special cases.
 
         "cpu-fp16" has no bf16 at all, "cuda-bf16" has it. "cpu-slow-bf16" gains no time by it, or little. "cpu-other"
-        has more cores than those whose times were recorded, or emulates bf16: the times of "cpu" say nothing about it.
+        has more cores than those whose times were recorded, or emulates bf16: the times of "cpu" say little about it.
         """
         if self.device == "cpu" and not self.bf16:
             return "cpu-fp16"
