@@ -376,9 +376,7 @@ def main(arguments: list[str] | None = None) -> int:
     for path, text in stale:
         print(f"{'stale' if check else 'stamped'}: {path.relative_to(ROOT)}")
         if not check:
-            unfinished = path.with_suffix(".unfinished")
-            unfinished.write_text(text, encoding="utf-8")
-            unfinished.replace(path)
+            bounds.write_text(path, text)
     return bool(stale and check)
 
 

@@ -72,8 +72,8 @@ def test_bad_names(arguments, message):
 
 def test_pretrained_weights_that_cannot_be_had_are_one_line(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(machine, "hub_reachable", lambda: False)
-    small = models._facts()["bert-base-uncased"] | {"hidden_size": 96, "num_hidden_layers": 1, "vocab_size": 99}
-    monkeypatch.setattr(models, "_facts", lambda: {"bert-base-uncased": small})
+    small = machine.table("models")["bert-base-uncased"] | {"hidden_size": 96, "num_hidden_layers": 1, "vocab_size": 99}
+    monkeypatch.setattr(models, "table", lambda _: {"bert-base-uncased": small})
     waited = []
     monkeypatch.setattr(time, "sleep", waited.append)
     assert models.build("bert-base-uncased", weights="pretrained").training

@@ -155,7 +155,8 @@ def sum_buffer(shape, strides, dims, gpu: machine.Gpu) -> tuple[int, ...]:
     values = -(-values // block_height) if shared else values
     at_once = (1 if along else block_width) * (1 if shared else block_height)
     blocks = -(-(outputs // together) // at_once)
-    wanted = gpu.multiprocessors * (gpu.threads // (block_width * block_height))
+    threads = machine.multiprocessor(gpu.capability)["threads"]
+    wanted = gpu.multiprocessors * (threads // (block_width * block_height))
     if not shared or values < MOST or blocks > wanted:
         return ()
     split = max(min(-(-wanted // blocks), -(-values // LEAST)), -(-values // MOST))

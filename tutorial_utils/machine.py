@@ -182,31 +182,29 @@ class Gpu:
     short: str | None = None  # the name alone that means this card of several
 
     @property
-    def threads(self) -> int:
-        """That one multiprocessor holds at once, by its compute capability."""
-        return multiprocessor(self.capability)["threads"]
-
-    @property
     def usable(self) -> int:
         """Bytes that a process can have, at least: 14.56 of a T4's 15.00 GiB, 3.63 of a GTX 1650's 4.00."""
         return min(self.memory * 97 // 100, self.total or self.memory)
 
 
 @cache
+def table(name: str) -> dict[str, dict]:
+    """A file of facts: capabilities, gpus or models."""
+    return tomllib.loads((Path(__file__).parent / "facts" / f"{name}.toml").read_text(encoding="utf-8"))
+
+
 def multiprocessor(capability: tuple[int, int]) -> dict[str, int]:
-    """What a multiprocessor of that compute capability holds at most: facts/capabilities.toml."""
-    facts = tomllib.loads((Path(__file__).parent / "facts" / "capabilities.toml").read_text(encoding="utf-8"))
-    return facts["{}.{}".format(*capability)]
+    """What a multiprocessor of that compute capability holds at most, such as threads."""
+    return table("capabilities")["{}.{}".format(*capability)]
 
 
 @cache
 def gpus() -> dict[str, Gpu]:
     """The cards of facts/gpus.toml, by name."""
-    facts = tomllib.loads((Path(__file__).parent / "facts" / "gpus.toml").read_text(encoding="utf-8"))
     return {
         name: Gpu(name, fact["memory_mib"] * 2**20, tuple(fact["capability"]), int(fact["total_mib"] * 2**20),
                   fact["multiprocessors"], fact.get("short"))
-        for name, fact in facts.items()
+        for name, fact in table("gpus").items()
     }  # fmt: skip
 
 

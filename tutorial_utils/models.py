@@ -1,12 +1,10 @@
 """Sequence classifiers and causal language models by name: `build`, `config`, `names`. Sizes: facts/models.toml."""
 
 import sys
-import tomllib
-from functools import cache
-from pathlib import Path
 
 from .check import accept, one_of
 from .data import TINY
+from .machine import table
 
 TINY_DECODER = TINY.with_name("tiny_decoder")
 HERE = {"tiny": TINY, "tiny-decoder": TINY_DECODER}  # name → the folder of weights that travel with the package
@@ -20,25 +18,20 @@ MOST_LABELS = 100_000  # a configuration names each
 NO_CACHE = {"use_cache": False}  # a classifier has none, and with checkpointing transformers would warn of it
 
 
-@cache
-def _facts() -> dict:
-    return tomllib.loads((Path(__file__).parent / "facts" / "models.toml").read_text(encoding="utf-8"))
-
-
 def hub(name: str) -> str:
     """Where the pretrained weights are: a name of the Hugging Face hub, or the course's own folder."""
     one_of(names(), "model", name)
-    return str(HERE.get(name) or _facts()[name]["hub"])
+    return str(HERE.get(name) or table("models")[name]["hub"])
 
 
 def names() -> list[str]:
     """The architectures that `build` knows."""
-    return list(_facts())
+    return list(table("models"))
 
 
 def named(text: str) -> str:
     """The architecture of a name of the hub, such as microsoft/deberta-v3-large; any other text as it is."""
-    return {fields.get("hub"): name for name, fields in _facts().items()}.get(text, text)
+    return {fields.get("hub"): name for name, fields in table("models").items()}.get(text, text)
 
 
 def head_share(name: str) -> float | None:
@@ -66,7 +59,7 @@ def config(name: str, num_labels: int = 2, **changes):
 
     one_of(names(), "model", name)
     accept(type(num_labels) is int and 1 <= num_labels <= MOST_LABELS, "num_labels", num_labels, f"1 to {MOST_LABELS}")
-    fields = {key: value for key, value in _facts()[name].items() if key != "hub"}
+    fields = {key: value for key, value in table("models")[name].items() if key != "hub"}
     plain = AutoConfig.for_model(**{**fields, **NO_CACHE}, num_labels=num_labels)
     from transformers.activations import ACT2FN
 

@@ -101,9 +101,8 @@ def _wheels() -> list[Path]:
 
 def _install(package: str) -> bool:
     """Add a package, from the kit or the network, without replacing anything that is here."""
-    sources = [("the kit", ["--no-index", *(f"--find-links={folder.resolve()}" for folder in _wheels())])]
-    if not _wheels():
-        sources.clear()
+    folders = _wheels()
+    sources = [("the kit", ["--no-index", *(f"--find-links={at.resolve()}" for at in folders)])] if folders else []
     if may_install:
         sources.append(("the network", ["--retries=1", "--timeout=10"]))
     for source, options in sources:

@@ -1,7 +1,7 @@
 """Recipes: techniques that go together, for encoders and for decoders, as a prediction takes them."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
@@ -69,9 +69,7 @@ def recipes(half: str, head: float | None = None) -> list[Recipe]:
     if decoder:
         name = f"LoRA on 4 bits, {half}, checkpointing"
         every.append(Recipe(name, autocast | again, ("03", "05", "15"), peft + bnb, adapters="4 bits"))
-        every = [
-            Recipe(**{**vars(one), "lessons": (*one.lessons, "24"), "decoder": True, "head": head}) for one in every
-        ]
+        every = [replace(one, lessons=(*one.lessons, "24"), decoder=True, head=head) for one in every]
     return sorted(every, key=lambda one: (one.operations, "precision" not in one.choices, len(one.choices)))
 
 
