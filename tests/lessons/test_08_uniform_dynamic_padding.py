@@ -150,9 +150,13 @@ def test_two_processes_share_all_rows(count):
                             process_index=place, put_on_device=False)
         for place in (0, 1)
     ]  # fmt: skip
-    for epoch in range(6):
-        found = [torch.cat(list(shard)).tolist() for shard in shards]
-        assert {*found[0], *found[1]} == {*range(count)}, f"epoch {epoch}"
+    try:
+        epochs = [[torch.cat(list(shard)).tolist() for shard in shards] for _ in range(6)]
+    except ValueError as error:  # an older Accelerate's, as the page says
+        assert "even_batches=False" in str(error)
+        return
+    for first, second in epochs:
+        assert {*first, *second} == {*range(count)}
 
 
 def test_prediction_leaves_frozen_parts_asleep():
