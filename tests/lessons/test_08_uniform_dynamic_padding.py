@@ -145,18 +145,19 @@ def test_two_processes_share_all_rows(count):
     from accelerate.data_loader import prepare_data_loader
 
     lengths = Reviews(count).lengths
-    shards = [
-        prepare_data_loader(DataLoader(range(count), batch_sampler=each_epoch(lengths, 4)), num_processes=2,
-                            process_index=place, put_on_device=False)
-        for place in (0, 1)
-    ]  # fmt: skip
+
+    def shard(place):
+        loader = DataLoader(range(count), batch_sampler=each_epoch(lengths, 4))
+        return prepare_data_loader(loader, num_processes=2, process_index=place, put_on_device=False)
+
     try:
-        epochs = [[torch.cat(list(shard)).tolist() for shard in shards] for _ in range(6)]
+        shards = [shard(place) for place in (0, 1)]
     except ValueError as error:  # an older Accelerate's, as the page says
         assert "even_batches=False" in str(error)
         return
-    for first, second in epochs:
-        assert {*first, *second} == {*range(count)}
+    for epoch in range(6):
+        first, second = (torch.cat(list(one)).tolist() for one in shards)
+        assert {*first, *second} == {*range(count)}, f"epoch {epoch}"
 
 
 def test_prediction_leaves_frozen_parts_asleep():
