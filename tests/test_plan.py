@@ -228,7 +228,7 @@ def copy_after(epochs: int, made, place):
 
 @each_recipe
 def test_a_script_learns_and_goes_on_to_the_same_weights(recipe, folder, capsys):
-    short = dict(max_length=48 if recipe.decoder else 32)  # bf16 is slow on CPUs that do not know it
+    short = dict(max_length=32)  # bf16 is slow on CPUs that do not know it
     whole = loaded(recipe, folder, work=folder / "whole", **short)
     expected_weights = weights_of(whole)
     copy_after(3, whole, folder / "work")  # what is there when a session ends in the middle of the second fold

@@ -73,7 +73,10 @@ def test_proof_can_fail(old, new, no_compiler):
 
 
 def test_copied():
-    """Another family, a regression: the layers' code runs from one graph, losses and weights are the plain ones."""
+    """Another family, a regression: the layers' code runs from one graph, losses and weights are the plain ones.
+
+    By aot_eager, whose graphs are Inductor's; in a stranger's script, below, by Inductor.
+    """
 
     def trained(prepare):
         model = regressor(layers=3).eval()
@@ -89,7 +92,9 @@ def test_copied():
 
     _, losses, weights, names = trained(lambda model: None)
     torch._dynamo.utils.counters.clear()
-    done, compiled_losses, compiled_weights, compiled_names = trained(lambda m: COPIED["compile_layers"](m))
+    done, compiled_losses, compiled_weights, compiled_names = trained(
+        lambda model: COPIED["compile_layers"](model, backend="aot_eager")
+    )
     assert done == 3 and names == compiled_names
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the try, and one for three layers
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(losses, compiled_losses, strict=True))
