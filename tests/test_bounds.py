@@ -366,7 +366,8 @@ def test_a_special_case_has_the_bounds_of_its_class_unless_it_has_its_own(own_fa
     machines = {1.5: here, 3.5: dataclasses.replace(here, bf16=False), 5.5: dataclasses.replace(here, device="cuda")}
     for value, there in machines.items():
         monkeypatch.setattr(machine, "facts", lambda there=there: there)
-        assert bounds.compare("a", {"gain": value}).bounds[0].inside
+        (bound,) = bounds.compare("a", {"gain": value}).bounds
+        assert bound.inside and bound.source == {1.5: "cpu", 3.5: "cpu-fp16", 5.5: "cuda"}[value], "whose range it is"
 
 
 def test_times_of_a_class_that_no_one_recorded_are_not_judged(own_facts, monkeypatch, capsys):
@@ -389,6 +390,14 @@ def test_times_without_bf16_are_judged_where_it_is_emulated(own_facts, monkeypat
     monkeypatch.setattr(machine, "facts", lambda: emulates)
     (bound,) = bounds.compare("a", {"gain": measure.Figure(9.0)}).bounds
     assert bound.verdict == (bounds.UNRECORDED if own else "outside")
+
+
+def test_a_guess_is_right_or_too_low_or_too_high():
+    assert bounds.guess(95, 100, 0.05) == bounds.guess(3, 3) == ""
+    assert bounds.guess(94.9, 100, 0.05) == "not yet: you guessed 94.9, which is too low"
+    assert bounds.guess(12_000, 100, 0.05) == "not yet: you guessed 12,000, which is too high"
+    assert bounds.guess(None, 3) == "not yet: your guess is None, and should be a number"
+    assert bounds.guess(float("nan"), 3).startswith("not yet")
 
 
 def test_a_claim_that_cannot_be_tested_here_says_what_it_needs(own_facts):

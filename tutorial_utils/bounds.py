@@ -17,6 +17,7 @@ written by `make record` alone), or without one around the prediction.
 import importlib.util
 import json
 import math
+import numbers
 import os
 import tomllib
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ BYTES = {
 
 @dataclass(frozen=True)
 class Bound:
-    """One figure with its bound. source: the backend class, "recorded" or "predicted"."""
+    """One figure with its bound. source: the backend class whose range it is, "recorded" or "predicted"."""
 
     figure: str
     value: float
@@ -73,6 +74,15 @@ class Bound:
     def inside(self) -> bool:
         """Whether it is where it is expected to be. A time that did not settle is nowhere."""
         return getattr(self.value, "settled", True) and self.low <= self.value <= self.high
+
+
+def guess(given, right: float, within: float = 0.0) -> str:
+    """What an exercise says of a reader's guess: nothing where it is right, within that share of the right number."""
+    if not isinstance(given, numbers.Real):
+        return f"not yet: your guess is {given}, and should be a number"
+    if abs(given - right) <= within * right:
+        return ""
+    return f"not yet: you guessed {given:,}, which is too {'high' if given > right else 'low'}"
 
 
 def strict() -> bool:
@@ -173,16 +183,16 @@ def of_bytes(lesson: str) -> set[str]:
 
 
 def _expected(lesson: str, here) -> dict:
-    """The bounds that this machine can meet, with its `range`: of its class, and of packages that are installed."""
+    """The bounds that this machine can meet, with the `range`, and the class it is `of`: of packages that are there."""
     smaller = here.device == "cuda" and SMALLER.get(machine.preset(here).model)
     classes = [smaller, here.backend, here.backend.partition("-")[0]]
     expected = {}
     for name, bound in _bounds(lesson).items():
-        limits = next((bound[kind] for kind in classes if kind in bound), None)
+        kind, limits = next(((kind, bound[kind]) for kind in classes if kind in bound), (None, None))
         here_too = all(map(importlib.util.find_spec, bound.get("needs", "").split()))
         here_too = here_too and bound.get("virtual", here.virtual) == here.virtual
         if here_too and (limits is not None or name.endswith("_bytes")):
-            expected[name] = {**bound, "range": limits}
+            expected[name] = {**bound, "range": limits, "of": kind}
     return expected
 
 
@@ -265,7 +275,7 @@ def _bound(name: str, value: float, expected: dict, here, sources: dict[str, dic
         other_times = backend == "cpu-other" and unlike and backend not in expected and isinstance(value, Figure)
         if other_times or not expected["range"]:
             return Bound(name, value, 0.0, math.inf, UNRECORDED, why)
-        return Bound(name, value, *expected["range"], backend, why)
+        return Bound(name, value, *expected["range"], expected["of"], why)
     for source, values in sources.items():
         if name in values:
             slack = expected[f"{source}_tolerance"] * values[name]
