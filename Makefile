@@ -41,7 +41,7 @@ test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check tutorial_utils virtual_gpu scripts tests
 	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist worksteal -m "not alone and not nbval"
-	$(PYTEST) -m alone
+	$(PYTEST) -m alone $$(grep -rl --include="*.py" mark.alone tests)
 	rm -rf reports/nbval && mkdir -p reports/nbval && cp notebooks/[0-9]*.ipynb reports/nbval
 	$(if $(TWO),OMP_NUM_THREADS=$(HALF)) $(LESSONS) $(TWO) reports/nbval || { again=$$(grep -o 'reports/nbval/[^:]*' .pytest_cache/v/cache/lastfailed | sort -u); \
 		test -n "$$again" && $(LESSONS) $$again; }

@@ -1,5 +1,6 @@
 """The contract of a lesson. It has no list of exceptions: a lesson that breaks a rule fails."""
 
+import ast
 import difflib
 import re
 import subprocess
@@ -121,6 +122,18 @@ def test_nothing_private_and_no_warnings_in_outputs(lesson):
         assert not PRIVATE.search(text), f"a path of a machine: {PRIVATE.search(text).group()} in {text[:300]}"
         streams = [output for output in cell["outputs"] if output.get("name") == "stderr"]
         assert not streams, f"something was written to stderr: {streams}"
+
+
+@LESSONS
+def test_no_table_is_lost(lesson):
+    """Jupyter shows the last line of a cell; a table before it is printed, or nobody sees it."""
+    makes = {"Table", "memory_table", "time_table", "elsewhere", "table"}
+    for cell in lesson.cells:
+        lines = ast.parse(source(cell)).body if cell["cell_type"] == "code" else []
+        shown = lines[-1:]
+        for line in (node for part in lines for node in ast.walk(part) if isinstance(node, ast.Expr)):
+            called = getattr(getattr(line.value, "func", None), "attr", None)
+            assert called not in makes or line in shown, f"print it: {ast.unparse(line)[:80]}"
 
 
 @LESSONS
