@@ -111,7 +111,8 @@ class _Largest:
     def _at_least(self, report_of: Callable[..., predict.Prediction], n: int, share: float = 1.0) -> float:
         """Bytes of the card. A phase's peak is the highest of lines over the layers: above the line through two.
 
-        share: of the n texts. Below 1 it is a guess: that what the passes compute goes with the texts.
+        share: of the n texts. Below 1 it is a guess: that what the passes compute goes with the texts, and that they
+        meet the gradients of micro-batches before.
         """
         more = models.config(self.step["model"]).num_hidden_layers - FEW[-1]
         lines = zip(*(_peaks(report_of(n, layers), share) for layers in FEW))
@@ -134,10 +135,14 @@ def _most_work(alike: list[Recipe]) -> tuple:
 
 def _peaks(report: predict.Prediction, share: float) -> list[float]:
     """In bytes, of the forward pass, the backward pass and the optimizer's step; of that share of the texts."""
-    highest = dict.fromkeys(("forward", "backward", "optimizer"), 0)
+    highest, gradients = dict.fromkeys(("forward", "backward", "optimizer"), 0), ROLES.index("gradients")
+    every = max(held[gradients] for held in report.timeline)
     for phase, held in zip(report.phases, report.timeline):
-        of_texts = 0 if phase == "optimizer" else sum(held[ROLES.index(role)] for role in ("activations", "temporary"))
-        highest[phase] = max(highest.get(phase, 0), sum(held) - (1 - share) * of_texts)
+        count = sum(held)
+        if share < 1 and phase != "optimizer":
+            of_texts = sum(held[ROLES.index(role)] for role in ("activations", "temporary"))
+            count += every - held[gradients] - (1 - share) * of_texts
+        highest[phase] = max(highest.get(phase, 0), count)
     return [*highest.values()]
 
 
