@@ -93,13 +93,18 @@ def test_tiny_model_is_small_and_has_its_recipe():
 
 
 def test_tiny_pretrained_beats_random_by_the_stated_margin():
-    """The margin is models.GAIN_POINTS points of test accuracy after models.GAIN_STEPS steps."""
+    """The margin is models.GAIN_POINTS points of test accuracy after models.GAIN_STEPS steps.
+
+    Random weights are as they were recorded; trained again with COURSE_TEST_ALL=1.
+    """
+    recorded = json.loads((models.TINY / "recipe.json").read_text())["test_accuracy_after_fine_tuning"]
     corpus, tokenizer = data.load(), data.tokenizer()
-    pretrained, random = (
-        fine_tuned_accuracy(weights, corpus, tokenizer, models.GAIN_STEPS) for weights in ("pretrained", "random")
-    )
-    assert pretrained >= random + models.GAIN_POINTS / 100, f"pretrained {pretrained:.1%}, random {random:.1%}"
-    assert pretrained >= corpus.majority + 0.2, f"pretrained {pretrained:.1%}, majority {corpus.majority:.1%}"
+    found = recorded | {
+        weights: fine_tuned_accuracy(weights, corpus, tokenizer, models.GAIN_STEPS)
+        for weights in (("pretrained", "random") if EVERY else ("pretrained",))
+    }
+    assert found["pretrained"] >= found["random"] + models.GAIN_POINTS / 100, found
+    assert found["pretrained"] >= corpus.majority + 0.2, found
 
 
 def test_the_tiny_decoder_tells_completions_better_than_random_weights():
