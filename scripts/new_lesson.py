@@ -40,7 +40,18 @@ needs = []
 
 [figures.memory_ratio]
 why = ""
-bytes = true
+bytes = true # made of bytes alone: it is judged where no numbers are computed, too
+# cpu = [0.4, 0.5] # the lowest and the highest, of a class of machines; cuda = []: too few were recorded
+
+# [claims.{name}-memory]
+# source = "who published it"
+# claim = "model, texts × tokens: memory, to what"
+# claimed = 0.7
+# of = "saving" # or "overhead", "value"
+# tolerance = 0.1 # in its unit: at most a third of what is claimed
+# figure = "memory_ratio"
+# by = ["predicted"] # where not all evidence fits its set-up
+# needs = "a V100" # where no evidence does
 """
 TESTS = """import pytest
 import strangers  # noqa: F401 the technique in each of its scripts
@@ -76,7 +87,7 @@ def make(root: Path, number: str, name: str, kind: str = "technique") -> list[Pa
     title = name.replace("_", " ").capitalize()
     paths = {
         root / "notebooks" / f"{lesson}.ipynb": json.dumps(notebook(kind), indent=1, ensure_ascii=False) + "\n",
-        root / "tutorial_utils" / "facts" / "lessons" / f"{lesson}.toml": FACTS.format(title=title, kind=kind),
+        root / "tutorial_utils" / "facts" / "lessons" / f"{lesson}.toml": FACTS.format(title=title, kind=kind, name=name),
         root / "tests" / "lessons" / f"test_{lesson}.py": TESTS.format(number=number)
         + "".join(STRANGER.format(shape=shape) for shape in SHAPES),
     }

@@ -250,7 +250,10 @@ def test_every_claim_has_its_row(lesson):
     assert lesson.course["claims"], "what was published on it, beside what is measured here?"
     shown = printed(lesson.tagged("claims")[0])
     for claim in lesson.course["claims"].values():
-        assert claim["claim"] in shown, f"no row for: {claim['claim']}"
+        named = f"{claim['claim']} ({claim['source']})"
+        claimed = next((line[len(named) :].split()[0] for line in shown.splitlines() if line.startswith(named)), None)
+        due = bounds._number(claim["claimed"])
+        assert claimed == due, f"{named}: its row says {claimed}, its facts {due}: make record ONLY={lesson.name[:2]}"
 
 
 def test_generated_parts_are_fresh():
