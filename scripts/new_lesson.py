@@ -87,7 +87,9 @@ def make(root: Path, number: str, name: str, kind: str = "technique") -> list[Pa
     title = name.replace("_", " ").capitalize()
     paths = {
         root / "notebooks" / f"{lesson}.ipynb": json.dumps(notebook(kind), indent=1, ensure_ascii=False) + "\n",
-        root / "tutorial_utils" / "facts" / "lessons" / f"{lesson}.toml": FACTS.format(title=title, kind=kind, name=name),
+        root / "tutorial_utils" / "facts" / "lessons" / f"{lesson}.toml": FACTS.format(
+            title=title, kind=kind, name=name
+        ),
         root / "tests" / "lessons" / f"test_{lesson}.py": TESTS.format(number=number)
         + "".join(STRANGER.format(shape=shape) for shape in SHAPES),
     }

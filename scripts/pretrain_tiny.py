@@ -1,9 +1,10 @@
-"""Make the course's tiny pretrained models: python scripts/pretrain_tiny.py {encoder,decoder} [--steps 4000]
+"""Make the course's tiny pretrained models: python scripts/pretrain_tiny.py {encoder,decoder}
 
 encoder: trains a WordPiece tokenizer on the training split of the corpus, then a small BERT by masked language
 modelling on the same texts, and writes both to tutorial_utils/tiny. decoder: trains a small Llama on the same texts,
-with that tokenizer, to tell the next token, and writes it to tutorial_utils/tiny_decoder. Beside each stands
+with that tokenizer, to tell the next token, and writes both to tutorial_utils/tiny_decoder. Beside each stands
 recipe.json: the recipe, the loss, and what the pretraining is worth on the model's task. Half an hour on two cores.
+--out, and fewer --steps, to try it.
 """
 
 import argparse
@@ -24,8 +25,8 @@ from transformers import BertForMaskedLM, BertTokenizer, LlamaForCausalLM, get_l
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tutorial_utils import data, models  # noqa: E402
 
-RECIPE = dict(batch=32, length=128, learning_rate=1e-3, warmup=0.06, masked=0.15, weight_decay=0.01, seed=0)
-DECODER = dict(batch=16, length=128, learning_rate=2e-3, warmup=0.06, weight_decay=0.01, seed=0)
+RECIPE = dict(batch=32, length=128, learning_rate=1e-3, warmup=0.06, masked=0.15, weight_decay=0.01, seed=0, steps=4000)
+DECODER = dict(batch=16, length=128, learning_rate=2e-3, warmup=0.06, weight_decay=0.01, seed=0, steps=2500)
 GAIN_LENGTH = 64
 
 
@@ -73,8 +74,9 @@ def next_token_losses(corpus, tokenizer, model):
             yield model(ids, labels=ids).loss
 
 
-def pretrain(model, losses_of, recipe: dict, steps: int) -> list[float]:
+def pretrain(model, losses_of, recipe: dict) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe["learning_rate"], weight_decay=recipe["weight_decay"])
+    steps = recipe["steps"]
     scheduler = get_linear_schedule_with_warmup(optimizer, int(recipe["warmup"] * steps), steps)
     losses, started = [], time.perf_counter()
     for loss, _ in zip(losses_of, range(steps)):
@@ -109,11 +111,14 @@ def fine_tuned_accuracy(weights: str, corpus, tokenizer, steps: int, seed: int =
 
 
 def completion_batches(rows, tokenizer, size: int, seed: int | None = None):
-    """Batches of prompts and their completions; the labels of prompts and of padding are -100."""
+    """Batches of prompts and completions, joined as lesson 24 does; the labels of prompts and padding are -100."""
     order = range(len(rows)) if seed is None else torch.randperm(len(rows), generator=torch.manual_seed(seed)).tolist()
-    prompts, answers = (tokenizer(list(rows[name]))["input_ids"] for name in ("prompt", "completion"))
+    prompts, answers = (
+        tokenizer(list(rows[name]), add_special_tokens=False)["input_ids"] for name in ("prompt", "completion")
+    )
+    first, last = [tokenizer.cls_token_id], [tokenizer.sep_token_id]
     for start in range(0, len(rows), size):
-        chosen = [(prompts[i][-GAIN_LENGTH:], answers[i][1:]) for i in order[start : start + size]]
+        chosen = [(first + prompts[i][1 - GAIN_LENGTH :], answers[i] + last) for i in order[start : start + size]]
         longest = max(len(prompt) + len(answer) for prompt, answer in chosen)
         ids = torch.full((len(chosen), longest), tokenizer.pad_token_id)
         labels = torch.full_like(ids, -100)
@@ -166,25 +171,27 @@ def decoder_gain(_, tokenizer) -> dict:
     return {"completion_loss_after_fine_tuning": {"steps": steps, "of_texts": len(few), **losses}}
 
 
-def make_encoder(corpus, steps: int) -> dict:
-    """Train tokenizer and model into data.TINY; the recipe, without the gain."""
+def make_encoder(corpus, recipe: dict, target: Path) -> dict:
+    """Train tokenizer and model into this folder; the recipe, without the gain."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = train_tokenizer([row["text"] for row in corpus.train], Path(folder))
-        torch.manual_seed(RECIPE["seed"])
+        torch.manual_seed(recipe["seed"])
         model = BertForMaskedLM(models.config("tiny"))
-        losses = pretrain(model, masked_losses(corpus, tokenizer, model), RECIPE, steps)
-        _replace(data.TINY, model, Path(folder))
-    return _recipe(corpus, RECIPE, steps, "masked_language_loss", losses)
+        losses = pretrain(model, masked_losses(corpus, tokenizer, model), recipe)
+        _replace(target, model, Path(folder))
+    return _recipe(corpus, recipe, "masked_language_loss", losses)
 
 
-def make_decoder(corpus, steps: int) -> dict:
-    """Train the model into models.TINY_DECODER; the recipe, without the gain."""
+def make_decoder(corpus, recipe: dict, target: Path) -> dict:
+    """Train the model into this folder, the tiny encoder's tokenizer beside it; the recipe, without the gain."""
+    tokenizer = data.tokenizer()
     with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(DECODER["seed"])
+        torch.manual_seed(recipe["seed"])
         model = LlamaForCausalLM(models.config("tiny-decoder"))
-        losses = pretrain(model, next_token_losses(corpus, data.tokenizer(), model), DECODER, steps)
-        _replace(models.TINY_DECODER, model, Path(folder))
-    return _recipe(corpus, DECODER, steps, "next_token_loss", losses)
+        losses = pretrain(model, next_token_losses(corpus, tokenizer, model), recipe)
+        tokenizer.save_pretrained(folder)
+        _replace(target, model, Path(folder))
+    return _recipe(corpus, recipe, "next_token_loss", losses)
 
 
 def _replace(target: Path, model, folder: Path):
@@ -193,7 +200,7 @@ def _replace(target: Path, model, folder: Path):
     shutil.copytree(folder, target)
 
 
-def _recipe(corpus, recipe: dict, steps: int, kind: str, losses: list[float]) -> dict:
+def _recipe(corpus, recipe: dict, kind: str, losses: list[float]) -> dict:
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     ends = {"first_200_steps": losses[:200], "last_200_steps": losses[-200:]}
     return {
@@ -201,32 +208,38 @@ def _recipe(corpus, recipe: dict, steps: int, kind: str, losses: list[float]) ->
         "date": date.today().isoformat(),
         "versions": {"python": platform.python_version(), **versions},
         "corpus": {"source": corpus.source, "train": len(corpus.train), "test": len(corpus.test)},
-        "recipe": {**recipe, "steps": steps},
+        "recipe": recipe,
         kind: {name: round(sum(part) / len(part), 3) for name, part in ends.items()},
     }
 
 
 KINDS = {
-    "encoder": (make_encoder, encoder_gain, data.TINY),
-    "decoder": (make_decoder, decoder_gain, models.TINY_DECODER),
+    "encoder": (make_encoder, RECIPE, encoder_gain, data.TINY),
+    "decoder": (make_decoder, DECODER, decoder_gain, models.TINY_DECODER),
 }
 
 
 def main(given: list[str] | None = None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--gain", action="store_true", help="train nothing; measure again what it is worth")
+    parser.add_argument("--steps", type=int, help="the recipe's own, if not given")
+    parser.add_argument("--out", type=Path, help="a folder for it, in place of the package's")
+    parser.add_argument("--gain", action="store_true", help="train nothing; measure again what the package's is worth")
     arguments = parser.parse_args(given)
-    if arguments.steps < 1:
+    make, recipe, gain, packaged = KINDS[arguments.kind]
+    steps, folder = arguments.steps or recipe["steps"], arguments.out or packaged
+    if steps < 1 or arguments.steps == 0:
         parser.error(f"steps was {arguments.steps}; accepted: 1 or more")
-    make, gain, folder = KINDS[arguments.kind]
+    if arguments.gain and arguments.out:
+        parser.error("--gain is of the package's own; accepted: without --out")
     corpus, path = data.load(), folder / "recipe.json"
-    recipe = json.loads(path.read_text(encoding="utf-8")) if arguments.gain else make(corpus, arguments.steps)
-    found = gain(corpus, data.tokenizer())
-    recipe |= found
+    if arguments.gain:
+        recipe = json.loads(path.read_text(encoding="utf-8"))
+    else:
+        recipe = make(corpus, recipe | {"steps": steps}, folder)
+    recipe |= {} if arguments.out else gain(corpus, data.tokenizer())
     path.write_text(json.dumps(recipe, indent=2) + "\n")
-    print(json.dumps(found))
+    print(json.dumps(recipe))
 
 
 if __name__ == "__main__":

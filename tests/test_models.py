@@ -3,6 +3,7 @@
 import json
 import time
 
+import pretrain_tiny
 import pytest
 import torch
 from pretrain_tiny import fine_tuned_accuracy, fine_tuned_loss
@@ -117,12 +118,21 @@ def test_the_tiny_decoder_tells_completions_better_than_random_weights():
     splits, losses = (train, test.select(range(recorded["of_texts"]))), recorded
     for weights in ("pretrained", "random") if EVERY else ("pretrained",):
         losses = losses | {weights: fine_tuned_loss(weights, splits, tokenizer, recorded["steps"])}
-    assert losses["pretrained"]["after"] < losses["pretrained"]["before"] - 0.5, losses
+    assert losses["pretrained"]["after"] < losses["pretrained"]["before"] - 0.15, losses
     assert losses["pretrained"]["after"] < losses["random"]["after"] - 1, losses
     # A GPU draws other numbers for dropout.
     nearly = pytest.approx(recorded["pretrained"]["after"], abs=0.25 if torch.cuda.is_available() else 0.1)
     assert losses["pretrained"]["after"] == nearly
     assert sum(path.stat().st_size for path in models.TINY_DECODER.iterdir()) < 10 * 2**20
+
+
+@pytest.mark.parametrize(("kind", "packaged"), [("encoder", models.TINY), ("decoder", models.TINY_DECODER)])
+def test_whoever_makes_it_again_has_all_its_files(kind, packaged, tmp_path):
+    pretrain_tiny.main([kind, "--steps", "2", "--out", str(tmp_path / kind)])
+    assert {path.name for path in (tmp_path / kind).iterdir()} == {path.name for path in packaged.iterdir()}
+    made, committed = (json.loads((folder / "recipe.json").read_text()) for folder in (tmp_path / kind, packaged))
+    assert made["recipe"] | {"steps": 0} == committed["recipe"] | {"steps": 0}
+    assert pretrain_tiny.KINDS[kind][1] == committed["recipe"], "the command's own steps are others"
 
 
 def test_a_causal_model_of_any_decoder():
