@@ -30,8 +30,6 @@ completion of a decoder's. TRAIN, TEST, WORK, OUTPUT, MODEL, FOLDS, EPOCHS and L
 settings: a small file needs more epochs, or a higher rate. To try a recipe on a CPU, without its model's weights:
 --model tiny, or tiny-decoder."""
 RATES = {True: 2e-5, False: 2e-4}  # of all parameters, and of adapters
-# Whose activations pass the largest number of fp16, and where that is told: an issue of huggingface/transformers.
-OVERFLOW = {"gemma3_text": 36822}
 
 
 def one_of_them(card: str) -> str:
@@ -156,16 +154,10 @@ def row(option: planner.Option, effective_batch: int) -> dict:
 
 
 def notes(given, gpu: machine.Gpu, fitting: list[planner.Option], chosen: planner.Option | None) -> list[str]:
-    """What a plan does not say of its card, its model and the chosen recipe; a line each."""
-    said = []
-    if gpu.capability and gpu.capability < (7, 0):
-        said.append("Today's builds of torch have no kernels for this card: see README.")
-    if "GTX 16" in gpu.name:
-        said.append("On this card fp16 gives NaN in some networks: https://github.com/pytorch/pytorch/issues/77955")
-    issue = OVERFLOW.get(models.config(given.model).model_type)
-    if issue and chosen and "fp16" in chosen.recipe.name:
-        where = f"https://github.com/huggingface/transformers/issues/{issue}"
-        said.append(f"In fp16 {given.model} is known to overflow ({where}): take fp32, or a card with bf16.")
+    """What a plan does not say of its card, its step and the chosen recipe; a line each."""
+    said, step = planner.of_card(gpu), given.effective_batch
+    if chosen and step > 3 and all(step % n for n in range(2, step)):
+        said.append(f"{step} texts divide into single ones alone: ask for {step - 1} or {step + 1}, and more may fit.")
     whole = next((option for option in fitting if option.recipe.whole), None)
     if whole and not chosen.recipe.whole:
         said.append(
@@ -175,6 +167,12 @@ def notes(given, gpu: machine.Gpu, fitting: list[planner.Option], chosen: planne
     if fuller and chosen.micro_batch <= 2 < given.effective_batch:
         said.append(f"One or two texts keep few cards busy: {fuller.recipe.name!r} may be faster (lessons 09 and 22).")
     return said
+
+
+def other_card(options: list[planner.Option], asked: dict) -> dict:
+    """Of --json, where no recipe fits: a sentence, the smallest card that would do, and with which recipe."""
+    gpu, recipe = planner.smallest(options, **asked) or (None, None)
+    return {"said": planner.instead(options, **asked), "card": gpu and gpu.name, "recipe": recipe and recipe.name}
 
 
 def in_processes(function, groups):
@@ -212,11 +210,13 @@ def main(arguments: list[str] | None = None):
     if given.json:
         answer = {"recipes": [row(option, given.effective_batch) for option in options],
                   "notes": notes(given, gpu, fitting, chosen[0] if chosen else None),
-                  "instead": None if fitting else planner.instead(options, **asked)}  # fmt: skip
+                  "instead": None if fitting else other_card(options, asked),
+                  "written": chosen[0].recipe.name if given.script else None}  # fmt: skip
         print(json.dumps(answer, indent=2))
         return
     print(f"{given.model}, texts of {given.length} tokens, {given.effective_batch} a step, on {gpu.name}, which gives")
-    print(f"{size(gpu.usable)}. Operations are beside the plain step's; in half precision they are faster.\n")
+    print(f"{size(gpu.usable)}. Texts: at a time. Card: what they need of it, at most. Weights to rest: tensors, at the")
+    print("peak. Operations: beside the plain step's; in half precision they are faster.\n")
     print(planner.table(options))
     for note in notes(given, gpu, fitting, chosen[0] if chosen else None):
         print(note)

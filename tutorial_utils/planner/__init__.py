@@ -2,6 +2,7 @@
 
 from .panel import panel
 from .recipes import OPTIMIZERS, Recipe, predicted, recipes
-from .search import Option, instead, plan, table
+from .search import Option, instead, of_card, plan, smallest, table
 
-__all__ = ["OPTIMIZERS", "Option", "Recipe", "instead", "panel", "plan", "predicted", "recipes", "table"]
+__all__ = ["OPTIMIZERS", "Option", "Recipe", "instead", "of_card", "panel", "plan", "predicted", "recipes"]
+__all__ += ["smallest", "table"]

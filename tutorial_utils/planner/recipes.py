@@ -94,6 +94,7 @@ def predicted(
     built = partial(_built, model, recipe, {} if layers is None else {"num_hidden_layers": layers})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of checkpointing's older name, which peft asks for
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # of GPT-2's layers, which peft sets
         return predict.step_memory(built, batch, length, padded=True, **choices, **step)
 
 
@@ -106,8 +107,10 @@ def _built(name: str, recipe: Recipe, changes: dict):
     settings = models.config(name, **changes, **({} if recipe.adapters in (None, "fp32") else {"dtype": half}))
     network = models.untrained(settings, causal=recipe.decoder)
     if recipe.adapters == "4 bits":
+        from transformers.pytorch_utils import Conv1D
+
         for part in network.base_model.modules():
-            if type(part) is torch.nn.Linear:
+            if type(part) in (torch.nn.Linear, Conv1D):
                 predict.pack_4bit(part, half)
     if recipe.whole:
         return network

@@ -4,7 +4,7 @@ The memory of each is predicted, for the largest micro-batch that fits.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from .. import machine, models, predict
@@ -14,6 +14,9 @@ from ..measure import ROLES
 from .recipes import Recipe, predicted, recipes
 
 FEW = (2, 3)  # layers, of a model that is predicted in a tenth of the time
+SHOWN = {"weights": "weights", "gradients": "gradients", "state": "optimizer state", "activations": "activations"}
+# Whose activations pass the largest number of fp16, and where that is told.
+OVERFLOWS = {"gemma3_text": "https://github.com/huggingface/transformers/issues/36822"}
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,10 @@ def plan(
     longest_first = sorted(alike.values(), key=_most_work, reverse=True)
     for found in each(_Largest(step, effective_batch, gpu), longest_first):
         options |= {option.recipe.name: option for option in found}
+    for name, option in options.items():
+        if _overflows(option.recipe, model, gpu) and option.prediction:
+            said = f"known to overflow in fp16: {OVERFLOWS[models.config(model).model_type]}"
+            options[name] = replace(option, why=f"{option.why}; {said}".removeprefix("; "))
     return sorted(options.values(), key=lambda option: bool(option.why))
 
 
@@ -123,9 +130,8 @@ class _Largest:
         return predicted(recipes, batch=micro_batch, accumulate=accumulate, layers=layers, **self.step)
 
     def _why(self, one: predict.Prediction) -> tuple[predict.Prediction, str]:
-        held = sorted(one.parts.items(), key=lambda part: -part[1])[:2]
-        parts = " and ".join(f"{name} {size(count)}" for name, count in held)
-        return one, f"one text needs {size(one.card_bytes)} of {size(self.gpu.usable)}, above all for {parts}"
+        most = " and ".join(sorted(one.parts, key=lambda role: -one.parts[role])[:2])
+        return one, f"one text needs {size(one.card_bytes)} of {size(self.gpu.usable)}, above all for {most}"
 
 
 def _most_work(alike: list[Recipe]) -> tuple:
@@ -151,38 +157,66 @@ def _half(gpu: machine.Gpu) -> str:
     return "bf16" if gpu.capability and gpu.capability >= (8, 0) else "fp16"
 
 
-def instead(options: list[Option], model: str, card: str, length: int, effective_batch: int, **_) -> str:
-    """Where no recipe fits: the card of facts/gpus.toml with the least memory that would do, in a sentence.
+def _overflows(recipe: Recipe, model: str, gpu: machine.Gpu) -> bool:
+    return _half(gpu) == "fp16" and "precision" in recipe.choices and models.config(model).model_type in OVERFLOWS
+
+
+def of_card(gpu: machine.Gpu) -> list[str]:
+    """What a plan does not say of a card, a line each."""
+    old, nan = gpu.capability and gpu.capability < (7, 0), "GTX 16" in gpu.name
+    said = {
+        "Today's builds of torch have no kernels for this card: see README.": old,
+        "On this card fp16 gives NaN in some networks: https://github.com/pytorch/pytorch/issues/77955": nan,
+    }
+    return [text for text, holds in said.items() if holds]
+
+
+def smallest(
+    options: list[Option], model: str, card: str, length: int, effective_batch: int, **_
+) -> tuple[machine.Gpu, Recipe] | None:
+    """Where no recipe fits: the card of facts/gpus.toml with the least memory that would do, and with which.
 
     options: of `plan` for that card, in the order of its recipes, as they are where none fits.
     """
     known = {place: option.prediction for place, option in enumerate(options) if option.prediction}
-    if not known:
-        return "No recipe keeps what was asked for: ask for less."
     of_one = partial(predicted, model=model, batch=1, length=length, accumulate=1 if effective_batch == 1 else 2)
-    needed = {(_half(machine.gpu(card)), place): one.card_bytes for place, one in known.items()}  # of a kind of cards
+    half, of_a_text = _half(machine.gpu(card)), [place for place in known if not options[place].micro_batch]
+    needed = {(half, place): known[place].card_bytes for place in of_a_text}  # of a kind of cards
     for gpu in sorted(machine.gpus().values(), key=lambda gpu: gpu.usable):
         every, half = recipes(_half(gpu), models.head_share(model)), _half(gpu)
         for place, one in known.items():
-            if one.parts["weights"] + one.parts["optimizer state"] > gpu.usable:  # which no kernel changes
+            least = one.parts["weights"] + one.parts["optimizer state"]  # which no kernel changes
+            if least > gpu.usable or _overflows(every[place], model, gpu):
                 continue
             if (half, place) not in needed:
                 needed[half, place] = of_one([every[place]], card=gpu.name)[0].card_bytes
             near = gpu.usable >= 0.95 * needed[half, place]
             if near and of_one([every[place]], card=gpu.name)[0].fits:
-                return f"The smallest card that would do: {gpu.name}, with {every[place].name}."
-    last = options[max(known)]
-    return f"No card of facts/gpus.toml would do: {last.recipe.name}, {last.why}."
+                return gpu, every[place]
+    return None
+
+
+def instead(options: list[Option], **asked) -> str:
+    """Where no recipe fits: what `smallest` finds, in a sentence, and what `of_card` says of it."""
+    last = next((option for option in reversed(options) if option.prediction), None)
+    if last is None:
+        return "No recipe keeps what was asked for: ask for less."
+    if (found := smallest(options, **asked)) is None:
+        return f"No card of facts/gpus.toml would do: {last.recipe.name}, {last.why}."
+    gpu, recipe = found
+    return " ".join([f"The smallest card that would do: {gpu.name}, with {recipe.name}.", *of_card(gpu)])
 
 
 def table(options: list[Option]) -> Table:
-    """Of a plan: an option a row."""
+    """Of a plan: an option a row. A card's bytes are at most, the roles' those of the peak."""
     rows = []
     for option in options:
-        report = option.prediction
+        report = option.prediction or predict.Prediction(0, dict.fromkeys(ROLES, 0), [], [], card_bytes=0)
+        held = {name: report.parts[role] for name, role in SHOWN.items()}
+        shown = {"card": report.card_bytes, **held, "rest": sum(report.parts.values()) - sum(held.values())}
         rows.append({
-            "recipe": option.recipe.name, "texts at a time": option.micro_batch or "–",
-            "card, at most": size(report.card_bytes) if report else "–",
+            "recipe": option.recipe.name, "texts": option.micro_batch or "–",
+            **{name: size(count) if option.prediction else "–" for name, count in shown.items()},
             "operations": f"× {option.recipe.operations:.2f}",
             "lessons": " ".join(option.recipe.lessons), "why not": option.why,
         })  # fmt: skip

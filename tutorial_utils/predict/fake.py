@@ -234,7 +234,7 @@ def _results(func, args, result):
 
 
 def pack_4bit(linear: torch.nn.Linear, dtype=torch.float16):
-    """Make a linear layer, under fake tensors, bitsandbytes' Linear4bit (nf4, double quantisation).
+    """Make a linear layer, or GPT-2's Conv1D, under fake tensors, bitsandbytes' Linear4bit (nf4, double quantisation).
 
     Fake tensors refuse bitsandbytes' kind of parameter: the layer is the library's own, with an ordinary parameter of
     packed bytes, and its scales as buffers. dtype: in which it computes.
@@ -244,11 +244,14 @@ def pack_4bit(linear: torch.nn.Linear, dtype=torch.float16):
     blocks = -(-linear.weight.numel() // 64)
     state = bitsandbytes.functional.QuantState
     second = state(torch.empty(-(-blocks // 256)), code=torch.empty(256), blocksize=256, dtype=torch.float32)
+    across = not hasattr(linear, "out_features")  # a Conv1D's weight is in × out
+    shape = linear.weight.shape[::-1] if across else linear.weight.shape
     scales, table, offset = torch.empty(blocks, dtype=torch.uint8), torch.empty(16), torch.empty(())
-    first = state(scales, linear.weight.shape, table, 64, "nf4", dtype, offset, second)
+    first = state(scales, shape, table, 64, "nf4", dtype, offset, second)
     packed = torch.nn.Parameter(torch.empty(32 * blocks, 1, dtype=torch.uint8), requires_grad=False)
     packed.quant_state, packed.quant_type, packed.compress_statistics = first, "nf4", True
     linear.__class__, linear.weight = bitsandbytes.nn.Linear4bit, packed
+    linear.out_features, linear.in_features = shape
     vars(linear).update(compute_dtype=dtype, compute_type_is_set=True, support_avx512bf16_for_cpu=False,
                         quant_state=None, quant_storage=torch.uint8)  # fmt: skip
     for number, tensor in enumerate((scales, second.absmax, table, second.code, offset)):
