@@ -215,8 +215,8 @@ def main(arguments: list[str] | None = None):
         print(json.dumps(answer, indent=2))
         return
     print(f"{given.model}, texts of {given.length} tokens, {given.effective_batch} a step, on {gpu.name}, which gives")
-    print(f"{size(gpu.usable)}. Texts: at a time. Card: what they need of it, at most. Weights to rest: tensors, at the")
-    print("peak. Operations: beside the plain step's; in half precision they are faster.\n")
+    print(f"{size(gpu.usable)}. Texts: at a time. Card: what they need of it, at most. Weights to rest: tensors, at")
+    print("their peak. Operations: beside the plain step's; in half precision they are faster.\n")
     print(planner.table(options))
     for note in notes(given, gpu, fitting, chosen[0] if chosen else None):
         print(note)
