@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -45,7 +46,7 @@ def loaded(recipe: planner.Recipe, folder, **settings) -> dict:
     exec(compile(script(recipe), f"<{recipe.name}>", "exec"), namespace)
     files = dict(train=folder / "train.csv", test=folder / "test.csv", work=folder / "work", output=folder / "out.csv")
     rate = 2e-3 if not recipe.decoder else 5e-4 if recipe.whole else 5e-3
-    for field, value in (files | dict(folds=2, epochs=2, lr=rate) | settings).items():
+    for field, value in (files | dict(folds=2, trained=range(2), epochs=2, lr=rate) | settings).items():
         setattr(namespace["CFG"], field, value)
     return namespace
 
@@ -292,19 +293,23 @@ def small_run(recipe, folder):
 @pytest.mark.parametrize("recipe", [of("fp32, AdamW"), of("fp32, AdamW", True)], ids=["encoder", "decoder"])
 def test_what_a_folder_holds_is_of_these_data_and_settings(recipe, folder, monkeypatch, capsys):
     """Else the rows of one file would get the answers of another. Other rows to predict are predicted, no more."""
+
+    def trained():  # folds
+        return capsys.readouterr().out.count("epoch 1 of 1")
+
     first = small_run(recipe, folder)
-    trained = capsys.readouterr().out.count("epoch 1 of 1")
+    assert trained() == 2
     small_run(recipe, folder)
-    assert trained == 2 and "2 of 2 folds are in " in capsys.readouterr().out
+    assert trained() == 0
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "Tesla T4")
     small_run(recipe, folder)
-    assert "0 of 2 folds are in " in capsys.readouterr().out, "a GPU goes on with what a CPU began"
+    assert trained() == 2, "a GPU goes on with what a CPU began"
     monkeypatch.undo()
     test = pandas.read_csv(folder / "test.csv")
     test[::-1].to_csv(folder / "test.csv", index=False)
     turned = small_run(recipe, folder)
-    assert "2 of 2 folds are in " in capsys.readouterr().out, "a hidden test is no reason to train anew"
+    assert trained() == 0, "a hidden test is no reason to train anew"
     pandas.testing.assert_frame_equal(turned[::-1].reset_index(drop=True), first, rtol=1e-3)
 
 
@@ -414,7 +419,19 @@ def test_main_once_more_in_the_same_process_goes_on(recipe, folder, capsys):
     made["main"]()
     capsys.readouterr()
     made["main"]()
-    assert "2 of 2 folds are in " in capsys.readouterr().out
+    assert "epoch 1 of 1" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", [of("fp32, AdamW", True)], ids=["decoder"])
+def test_a_decoder_trains_one_fold_and_goes_on_to_others_when_it_is_told(recipe, folder, capsys, monkeypatch):
+    for trained, expected in ((range(1), ["fold 0"]), (range(2), ["fold 1"])):
+        loaded(recipe, folder, epochs=1, trained=trained)["main"]()
+        said = capsys.readouterr().out
+        assert re.findall(r"(fold \d), epoch 1 of 1", said) == expected and f"the mean of {len(trained)} folds" in said
+    monkeypatch.setenv("TRAINED", "3")
+    namespace = {"__name__": "train"}
+    exec(script(recipe), namespace)
+    assert namespace["CFG"].trained == range(3)
 
 
 @pytest.mark.parametrize("recipe", [of("fp32, AdamW")], ids=["encoder"])
@@ -434,9 +451,12 @@ def test_the_accuracy_is_that_of_all_rows_however_unequal_the_folds(recipe, fold
 def test_what_the_other_texts_say_already_is_kept(recipe, folder):
     answer = "completion" if recipe.decoder else "label"
     test = pandas.read_csv(folder / "test.csv")
-    test.assign(**{answer: "theirs"}).to_csv(folder / "test.csv", index=False)
+    # As a file does that was written by the script itself, which has them all.
+    theirs = {answer: "theirs", f"given {answer}": "before"} | ({} if recipe.decoder else {"p_numpy": "theirs"})
+    test.assign(**theirs).to_csv(folder / "test.csv", index=False)
     found = small_run(recipe, folder)
     assert set(found[f"given {answer}"]) == {"theirs"} and "theirs" not in set(found[answer])
+    assert recipe.decoder or set(found["given p_numpy"]) == {"theirs"} and "theirs" not in set(found["p_numpy"])
 
 
 def test_a_prompt_is_as_long_when_it_is_answered_as_when_it_was_learned():
