@@ -130,10 +130,12 @@ def cheat_sheet(names: list[str]) -> str:
     parts = []
     for name in names:
         course = bounds.facts(name)
-        memory = memory_of(recorded(name), not course.get("small"))
+        counted, of = not course.get("small"), f", of {course['model']}" if "model" in course else ""
+        memory, time = memory_of(recorded(name), counted), time_of(recorded(name)) if counted else "–"
         cells = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
         copied = ["".join(cell["source"]) for cell in cells if cell["id"] in ("copy", *course.get("copy_too", ()))]
-        saves = "" if memory == "–" else f" Memory {memory}{', of ' + course['model'] if 'model' in course else ''}."
+        saves = " It saves no memory by itself." if memory == "–" else f" Memory {memory}{of}."
+        saves += "" if time == "–" else f" Time {time}."
         parts.append(
             f"## [{name[:2]} {course['title']}]({name}.ipynb)\n\n{course['promise']}{saves}\n\n"
             f"- When: {course['when']}.\n- When not: {course['no_help']}.\n- What it changes: {course['changes']}.\n\n"
