@@ -16,7 +16,7 @@ from .recipes import Recipe, predicted, recipes
 FEW = (2, 3)  # layers, of a model that is predicted in a tenth of the time
 SHOWN = {"weights": "weights", "gradients": "gradients", "state": "optimizer state", "activations": "activations"}
 # Whose activations pass the largest number of fp16, and where that is told.
-OVERFLOWS = {"gemma3_text": "https://github.com/huggingface/transformers/issues/36822"}
+OVERFLOWS = {"gemma3_text": "overflows in fp16: https://github.com/huggingface/transformers/issues/36822"}
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def plan(
         options |= {option.recipe.name: option for option in found}
     for name, option in options.items():
         if _overflows(option.recipe, model, gpu) and option.prediction:
-            said = f"known to overflow in fp16: {OVERFLOWS[models.config(model).model_type]}"
-            options[name] = replace(option, why=f"{option.why}; {said}".removeprefix("; "))
+            why = f"{option.why}; {OVERFLOWS[models.config(model).model_type]}"
+            options[name] = replace(option, why=why.removeprefix("; "))
     return sorted(options.values(), key=lambda option: bool(option.why))
 
 
@@ -193,7 +193,6 @@ def smallest(
             near = gpu.usable >= 0.95 * needed[half, place]
             if near and of_one([every[place]], card=gpu.name)[0].fits:
                 return gpu, every[place]
-    return None
 
 
 def instead(options: list[Option], **asked) -> str:
