@@ -150,7 +150,6 @@ def test_controls_change_picture_and_verdict_in_a_browser(lab):
 
 
 @needs_a_browser
-@pytest.mark.alone
 @pytest.mark.parametrize("lab", [PLAN], indirect=True, ids=["lesson 22"])
 def test_the_planner_plans_in_a_browser(lab):
     with cell_run_in(lab) as page:
