@@ -427,7 +427,7 @@ def test_a_decoder_trains_one_fold_and_goes_on_to_others_when_it_is_told(recipe,
     for trained, expected in ((range(1), ["fold 0"]), (range(2), ["fold 1"])):
         loaded(recipe, folder, epochs=1, trained=trained)["main"]()
         said = capsys.readouterr().out
-        assert re.findall(r"(fold \d), epoch 1 of 1", said) == expected and f"the mean of {len(trained)} folds" in said
+        assert re.findall(r"(fold \d), epoch 1 of 1", said) == expected and f"loss of {len(trained)} of 2 folds" in said
     monkeypatch.setenv("TRAINED", "3")
     namespace = {"__name__": "train"}
     exec(script(recipe), namespace)
