@@ -156,7 +156,7 @@ def row(option: planner.Option, effective_batch: int) -> dict:
 def notes(given, gpu: machine.Gpu, fitting: list[planner.Option], chosen: planner.Option | None) -> list[str]:
     """What a plan does not say of its card, its step and the chosen recipe; a line each."""
     said, step = planner.of_card(gpu), given.effective_batch
-    if chosen and step > 3 and all(step % n for n in range(2, step)):
+    if chosen and chosen.micro_batch == 1 and step > 3 and all(step % n for n in range(2, step)):
         said.append(f"{step} texts divide into single ones alone: ask for {step - 1} or {step + 1}, and more may fit.")
     whole = next((option for option in fitting if option.recipe.whole), None)
     if whole and not chosen.recipe.whole:
@@ -171,8 +171,9 @@ def notes(given, gpu: machine.Gpu, fitting: list[planner.Option], chosen: planne
 
 def other_card(options: list[planner.Option], asked: dict) -> dict:
     """Of --json, where no recipe fits: a sentence, the smallest card that would do, and with which recipe."""
-    gpu, recipe = planner.smallest(options, **asked) or (None, None)
-    return {"said": planner.instead(options, **asked), "card": gpu and gpu.name, "recipe": recipe and recipe.name}
+    found = planner.smallest(options, **asked)
+    gpu, recipe = found or (None, None)
+    return {"said": planner.instead(options, found), "card": gpu and gpu.name, "recipe": recipe and recipe.name}
 
 
 def in_processes(function, groups):
@@ -194,7 +195,8 @@ def main(arguments: list[str] | None = None):
         fitting = [option for option in options if not option.why]
         chosen = [option for option in fitting if given.recipe in (None, option.recipe.name)]
         if given.script and not fitting:
-            raise ValueError(f"no script: no recipe fits. {planner.instead(options, **asked)}")
+            said = planner.instead(options, planner.smallest(options, **asked))
+            raise ValueError(f"no script: no recipe fits. {said}")
         if given.script and not chosen:
             why = "".join(f": {option.why}" for option in options if option.recipe.name == given.recipe)
             accepted = "; ".join(option.recipe.name for option in fitting)
@@ -221,7 +223,7 @@ def main(arguments: list[str] | None = None):
     for note in notes(given, gpu, fitting, chosen[0] if chosen else None):
         print(note)
     if not fitting:
-        print(planner.instead(options, **asked))
+        print(planner.instead(options, planner.smallest(options, **asked)))
     if given.script:
         print(f"wrote {given.script}: {chosen[0].recipe.name}")
 

@@ -94,7 +94,7 @@ def test_what_does_not_fit_says_why_and_which_card_would_do():
     asked = dict(model="bert-large-uncased", card="GTX 1650", length=128, effective_batch=32)
     options = planner.plan(**asked, exact=True)
     assert all("one text needs" in one.why and "weights" in one.why for one in options if one.prediction)
-    assert planner.instead(options, **asked) == (
+    assert planner.instead(options, planner.smallest(options, **asked)) == (
         "The smallest card that would do: NVIDIA GeForce RTX 2060, with fp32, checkpointing, AdamW."
     )
 
@@ -111,7 +111,7 @@ def test_a_card_with_other_kernels_may_need_less(monkeypatch):
     monkeypatch.setattr(planner.search, "predicted", predicted)
     recipe, asked = planner.recipes("fp16")[0], dict(model="tiny", card="T4", length=64, effective_batch=8)
     options = [planner.Option(recipe, 0, predicted([recipe], "T4")[0], "one text needs more")]
-    said = planner.instead(options, **asked)
+    said = planner.instead(options, planner.smallest(options, **asked))
     enough = [gpu for gpu in machine.gpus().values() if predicted([recipe], gpu.name)[0].fits]
     smallest = min(enough, key=lambda gpu: gpu.usable)
     assert smallest.capability >= (8, 0) and said == (
@@ -570,13 +570,13 @@ def test_a_plans_notes(model, card, names, said):
     assert [said in note for note in notes] == [True] * bool(said), notes
 
 
-def test_a_step_of_a_prime_number_of_texts_says_so():
-    option = planner.Option(of("fp16, AdamW"), 1)
+def test_a_step_of_a_prime_number_of_texts_says_so_where_not_all_fit():
     said = {}
-    for step in (12, 13):
+    for step, fitting in ((12, 1), (13, 1), (13, 13)):
+        option = planner.Option(of("fp16, AdamW"), fitting)
         given = plan.parser().parse_args(["--model=tiny", "--card=T4", "--length=64", f"--effective-batch={step}"])
-        said[step] = plan.notes(given, machine.gpu("T4"), [option], option)
-    assert said[12] == [] and "ask for 12 or 14" in said[13][0]
+        said[step, fitting] = plan.notes(given, machine.gpu("T4"), [option], option)
+    assert said[12, 1] == said[13, 13] == [] and "ask for 12 or 14" in said[13, 1][0]
 
 
 def test_what_overflows_in_fp16_is_no_recipe_of_a_card_that_has_no_other(monkeypatch):
@@ -593,12 +593,11 @@ def test_what_overflows_in_fp16_is_no_recipe_of_a_card_that_has_no_other(monkeyp
 
 
 @pytest.mark.parametrize("name", ["GTX 1650", "P100"])
-def test_a_card_that_would_do_comes_with_what_is_known_of_it(name, monkeypatch):
+def test_a_card_that_would_do_comes_with_what_is_known_of_it(name):
     gpu = machine.gpu(name)
-    monkeypatch.setattr(planner.search, "smallest", lambda *_, **__: (gpu, of("fp16, AdamW")))
     options = [planner.Option(of("fp16, AdamW"), 0, predict.Prediction(0, {}, [], []), "one text needs more")]
     (said,) = planner.of_card(gpu)
-    assert planner.instead(options).endswith(f"{gpu.name}, with fp16, AdamW. {said}")
+    assert planner.instead(options, (gpu, of("fp16, AdamW"))).endswith(f"{gpu.name}, with fp16, AdamW. {said}")
 
 
 @pytest.mark.parametrize("card", ["T4 x2", "T4x2", " T4 "])

@@ -3,7 +3,7 @@
 import html
 
 from .. import explorer, machine, models
-from .search import instead, plan, table
+from .search import instead, plan, smallest, table
 
 
 def panel(model: str = "bert-large-uncased", card: str = "Tesla T4", length: int = 128, effective_batch: int = 32):
@@ -47,7 +47,7 @@ def panel(model: str = "bert-large-uncased", card: str = "Tesla T4", length: int
             options = plan(**asked, each=with_progress)
             fitting = [option for option in options if not option.why]
             best = fitting and f"The least work: {fitting[0].recipe.name}, {fitting[0].micro_batch} texts at a time."
-            say(best or instead(options, **asked))
+            say(best or instead(options, smallest(options, **asked)))
             found.update(table(options))
         except (ValueError, ImportError) as error:
             say(f"No plan: {error}")

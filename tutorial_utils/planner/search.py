@@ -195,12 +195,12 @@ def smallest(
                 return gpu, every[place]
 
 
-def instead(options: list[Option], **asked) -> str:
-    """Where no recipe fits: what `smallest` finds, in a sentence, and what `of_card` says of it."""
+def instead(options: list[Option], found: tuple[machine.Gpu, Recipe] | None) -> str:
+    """Where no recipe fits: what `smallest` has found, in a sentence, and what `of_card` says of it."""
     last = next((option for option in reversed(options) if option.prediction), None)
     if last is None:
         return "No recipe keeps what was asked for: ask for less."
-    if (found := smallest(options, **asked)) is None:
+    if found is None:
         return f"No card of facts/gpus.toml would do: {last.recipe.name}, {last.why}."
     gpu, recipe = found
     return " ".join([f"The smallest card that would do: {gpu.name}, with {recipe.name}.", *of_card(gpu)])
