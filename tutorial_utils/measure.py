@@ -312,7 +312,7 @@ class Tracker(TorchDispatchMode):
             self._watch(storage._cdata, block, storage)
             self.bytes += size
             self.events.append((len(self.phases), size, block))
-        elif ROLES.index(role) < ROLES.index(block.role):
+        elif role != block.role and ROLES.index(role) < ROLES.index(block.role):
             block.role, block.owner, block.kept = role, owner or block.owner, len(self.phases)
 
     def _watch(self, key, block, storage):

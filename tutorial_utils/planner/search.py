@@ -14,6 +14,7 @@ from ..measure import ROLES
 from .recipes import Recipe, predicted, recipes
 
 FEW = (2, 3)  # layers, of a model that is predicted in a tenth of the time
+NEAR = 0.97  # of a guess: below it few texts never are
 SHOWN = {"weights": "weights", "gradients": "gradients", "state": "optimizer state", "activations": "activations"}
 # Whose activations pass the largest number of fp16, and where that is told.
 OVERFLOWS = {"gemma3_text": "overflows in fp16: https://github.com/huggingface/transformers/issues/36822"}
@@ -108,18 +109,17 @@ class _Largest:
         *smaller, whole = [n for n in range(1, self.effective_batch + 1) if self.effective_batch % n == 0]
         if self._at_least(report_of, whole) <= self.gpu.usable:  # it has no gradients of micro-batches before
             yield whole
-        fits = [n for n in smaller if self._at_least(report_of, whole, n / whole) <= self.gpu.usable]  # a guess
-        for n in smaller[len(fits) :]:
-            if self._at_least(report_of, n) > self.gpu.usable:
-                break
-            fits.append(n)
-        yield from reversed(fits)
+        for n in reversed(smaller):
+            guess = self._at_least(report_of, whole, n / whole)
+            near = guess * NEAR <= self.gpu.usable
+            if guess <= self.gpu.usable or near and self._at_least(report_of, n) <= self.gpu.usable:
+                yield n
 
     def _at_least(self, report_of: Callable[..., predict.Prediction], n: int, share: float = 1.0) -> float:
         """Bytes of the card. A phase's peak is the highest of lines over the layers: above the line through two.
 
         share: of the n texts. Below 1 it is a guess: that what the passes compute goes with the texts, and that they
-        meet the gradients of micro-batches before.
+        meet the gradients of micro-batches before. What is the same for all texts makes it too low.
         """
         more = models.config(self.step["model"]).num_hidden_layers - FEW[-1]
         lines = zip(*(_peaks(report_of(n, layers), share) for layers in FEW))
@@ -141,13 +141,13 @@ def _most_work(alike: list[Recipe]) -> tuple:
 
 def _peaks(report: predict.Prediction, share: float) -> list[float]:
     """In bytes, of the forward pass, the backward pass and the optimizer's step; of that share of the texts."""
-    highest, gradients = dict.fromkeys(("forward", "backward", "optimizer"), 0), ROLES.index("gradients")
+    highest = dict.fromkeys(("forward", "backward", "optimizer"), 0)
+    gradients, activations, temporary = map(ROLES.index, ("gradients", "activations", "temporary"))
     every = max(held[gradients] for held in report.timeline)
     for phase, held in zip(report.phases, report.timeline):
         count = sum(held)
         if share < 1 and phase != "optimizer":
-            of_texts = sum(held[ROLES.index(role)] for role in ("activations", "temporary"))
-            count += every - held[gradients] - (1 - share) * of_texts
+            count += every - held[gradients] - (1 - share) * (held[activations] + held[temporary])
         highest[phase] = max(highest.get(phase, 0), count)
     return [*highest.values()]
 
