@@ -1,4 +1,5 @@
 import os
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -15,6 +16,13 @@ def pytest_collection_modifyitems(config, items):
         broken |= {item.path} if fault else set()
     config.hook.pytest_deselected(items=left)
     items[:] = kept
+
+
+@pytest.fixture(autouse=True)
+def own_environment():
+    """What a test does to the environment, or what it calls does, is not told to the next one."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture
