@@ -211,12 +211,13 @@ class Tracker(TorchDispatchMode):
         self.phases.append("optimizer" if self._stepping else "backward" if in_backward else "forward")
         # Gradients are off in backward, unless checkpointing computes the forward pass again.
         role = "activations" if in_backward and torch.is_grad_enabled() else "temporary"
-        one = isinstance(result, torch.Tensor)
-        made = [result] if one else tree_leaves(args if result is None else result)  # of lists, in place
-        for tensor in reversed(made) if func in kernels.LAST_FIRST else made:
-            self._mark(tensor, role, func)
-        inside = self.held(func, args, len(self.phases))
-        for tensor in inside:
+        if isinstance(result, torch.Tensor):
+            self._mark(result, role, func)
+        else:
+            made = tree_leaves(args if result is None else result)  # of lists, in place
+            for tensor in reversed(made) if func in kernels.LAST_FIRST else made:
+                self._mark(tensor, role, func)
+        for tensor in self.held(func, args, len(self.phases)):
             self._mark(tensor, "temporary", func)
         return result
 

@@ -96,8 +96,8 @@ class Allocator:
         pool = self.pools[small]
         if not pool or pool[-1][0] < size:
             self._segment(size, small)
-        have, address = pool[bisect_left(pool, (size, 0))]  # the smallest that is large enough
-        self._take(have, address, small)
+        have, address = pool.pop(bisect_left(pool, (size, 0)))  # the smallest that is large enough
+        del self.starts[address], self.ends[address + have]
         if have - size >= (512 if small else MiB + 1):
             self._give(have - size, address + size, small)
             have = size

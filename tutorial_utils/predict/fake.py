@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_leaves
 from ..measure import DEVICE, Tracker, is_compiled
 
 aten = torch.ops.aten
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 _LIKE_THEIR_INPUT = {f"aten::_foreach_{name}" for name in ("add", "sub", "mul", "div", "sqrt", "neg", "pow", "lerp")}
+_PLAIN = {bool, int, float, str, type(None), torch.dtype}
 _known = {}  # operation, arguments and torch's default type → how to make its results, or None
 MOST_KNOWN = 50_000  # of 1.5 KB each; a large model has a thousand
 
@@ -109,9 +110,9 @@ class Shapes(FakeTensorMode):
     def _made(self, args, is_view, shape, stride, offset, dtype, constant):
         if is_view:
             storage, offset = args[0].untyped_storage(), args[0].storage_offset() + offset
-            tensor = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, shape, stride)
+            tensor = torch.empty(0, dtype=dtype, device=META).set_(storage, offset, shape, stride)
         else:
-            tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            tensor = torch.empty_strided(shape, stride, dtype=dtype, device=META)
         # As FakeTensor's constructor does it, which is an eighth of a prediction's time.
         made = torch.Tensor._make_subclass(FakeTensor, tensor, dispatch_device=True, device_for_backend_keys=CPU)
         vars(made).update(self._alike)
@@ -187,12 +188,16 @@ def _hashable(func, args, kwargs):
 
 def _key(func, args, kwargs):
     where = args[0].storage_offset() if func is aten.as_strided.default else None  # it is told a place in the storage
-    return func, _metadata(args), _metadata(tuple(kwargs.items())), torch.get_default_dtype(), where
+    named = _metadata(tuple(kwargs.items())) if kwargs else ()
+    return func, _metadata(args), named, torch.get_default_dtype(), where
 
 
 def _metadata(value):
-    if type(value) is FakeTensor and value.constant is None:  # most are, and it is a tenth of a prediction's time
+    kind = type(value)
+    if kind is FakeTensor and value.constant is None:  # most are, and it is a tenth of a prediction's time
         return value.shape, value.stride(), value.dtype, None
+    if kind in _PLAIN:
+        return kind, value
     if isinstance(value, (list, tuple)):
         return tuple(map(_metadata, value))
     if isinstance(value, torch.Tensor):
