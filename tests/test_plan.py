@@ -99,6 +99,16 @@ def test_what_does_not_fit_says_why_and_which_card_would_do():
     )
 
 
+def test_the_smallest_card_is_asked_again():
+    """All texts at once meet no gradients of others, and may need less than one: a GTX 1660 has room for four."""
+    asked = dict(model="bert-large-uncased", length=16, effective_batch=4)
+    gpu, recipe = planner.smallest(planner.plan(card="3 GiB", **asked, exact=True), card="3 GiB", **asked)
+    found = next(option for option in planner.plan(card=gpu.name, **asked, exact=True) if not option.why)
+    assert found.recipe == recipe and found.micro_batch == 4
+    smaller = max((one for one in machine.gpus().values() if one.usable < gpu.usable), key=lambda one: one.usable)
+    assert all(option.why for option in planner.plan(card=smaller.name, **asked, exact=True)), smaller.name
+
+
 def test_a_card_with_other_kernels_may_need_less(monkeypatch):
     """As if newer cards needed 9 GiB for what takes 30 of an older one."""
     GiB, parts = 2**30, {"weights": 2**30, "optimizer state": 2**31}
@@ -106,7 +116,8 @@ def test_a_card_with_other_kernels_may_need_less(monkeypatch):
     def predicted(recipes, card, **_):
         gpu = machine.gpu(card)
         needed = (9 if gpu.capability >= (8, 0) else 30) * GiB
-        return [predict.Prediction(needed, parts, [], [], card_bytes=needed, fits=needed <= gpu.usable)]
+        step = [(0, 0, 0, 0, needed - predict.context(gpu), 0)], ["optimizer"]
+        return [predict.Prediction(needed, parts, *step, card_bytes=needed, fits=needed <= gpu.usable)]
 
     monkeypatch.setattr(planner.search, "predicted", predicted)
     recipe, asked = planner.recipes("fp16")[0], dict(model="tiny", card="T4", length=64, effective_batch=8)

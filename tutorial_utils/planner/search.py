@@ -178,20 +178,21 @@ def smallest(
 
     options: of `plan` for that card, in the order of its recipes, as they are where none fits.
     """
-    known = {place: option.prediction for place, option in enumerate(options) if option.prediction}
-    of_one = partial(predicted, model=model, batch=1, length=length, accumulate=1 if effective_batch == 1 else 2)
-    half, of_a_text = _half(machine.gpu(card)), [place for place in known if not options[place].micro_batch]
-    needed = {(half, place): known[place].card_bytes for place in of_a_text}  # of a kind of cards
+    known, needed = {place: option.prediction for place, option in enumerate(options) if option.prediction}, {}
     for gpu in sorted(machine.gpus().values(), key=lambda gpu: gpu.usable):
         every, half = recipes(_half(gpu), models.head_share(model)), _half(gpu)
+        largest = _Largest(dict(model=model, length=length, card=gpu.name), effective_batch, gpu)
         for place, one in known.items():
             least = one.parts["weights"] + one.parts["optimizer state"]  # which no kernel changes
             if least > gpu.usable or _overflows(every[place], model, gpu):
                 continue
+            few = cache(lambda *of, recipe=every[place], largest=largest: largest._with([recipe], *of)[0])
+            # By all texts at once, which meet no gradients of others, or by one; for cards of a kind about the same.
             if (half, place) not in needed:
-                needed[half, place] = of_one([every[place]], card=gpu.name)[0].card_bytes
-            near = gpu.usable >= 0.95 * needed[half, place]
-            if near and of_one([every[place]], card=gpu.name)[0].fits:
+                either = (largest._at_least(few, effective_batch, share) for share in (1, 1 / effective_batch))
+                needed[half, place] = min(either) - predict.context(gpu)
+            near = NEAR * needed[half, place] + predict.context(gpu) <= gpu.usable
+            if near and any(largest._at_least(few, n) <= gpu.usable and few(n).fits for n in {1, effective_batch}):
                 return gpu, every[place]
 
 

@@ -17,7 +17,6 @@ from ..measure import DEVICE, Tracker, is_compiled
 aten = torch.ops.aten
 CPU, META = torch.device("cpu"), torch.device("meta")
 _LIKE_THEIR_INPUT = {f"aten::_foreach_{name}" for name in ("add", "sub", "mul", "div", "sqrt", "neg", "pow", "lerp")}
-_PLAIN = {bool, int, float, str, type(None), torch.dtype}
 _known = {}  # operation, arguments and torch's default type → how to make its results, or None
 MOST_KNOWN = 50_000  # of 1.5 KB each; a large model has a thousand
 
@@ -188,16 +187,13 @@ def _hashable(func, args, kwargs):
 
 def _key(func, args, kwargs):
     where = args[0].storage_offset() if func is aten.as_strided.default else None  # it is told a place in the storage
-    named = _metadata(tuple(kwargs.items())) if kwargs else ()
+    named = _metadata(tuple(kwargs.items())) if kwargs else ()  # few have any
     return func, _metadata(args), named, torch.get_default_dtype(), where
 
 
 def _metadata(value):
-    kind = type(value)
-    if kind is FakeTensor and value.constant is None:  # most are, and it is a tenth of a prediction's time
+    if type(value) is FakeTensor and value.constant is None:  # most are, and it is a tenth of a prediction's time
         return value.shape, value.stride(), value.dtype, None
-    if kind in _PLAIN:
-        return kind, value
     if isinstance(value, (list, tuple)):
         return tuple(map(_metadata, value))
     if isinstance(value, torch.Tensor):
