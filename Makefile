@@ -4,7 +4,7 @@ BIN := .venv/bin
 VIRTUAL := .virtual_gpu
 PIP_OPTIONS := $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
 PYTEST := $(BIN)/python -m pytest -q --durations=10
-ALL_OF := $(foreach part,bad_input copy_cells decide faults forks machines predict,tests/test_$(part).py)
+ALL_OF := $(foreach part,bad_input decide faults forks machines models plan predict,tests/test_$(part).py)
 # CARD=T4: on a virtual one, with these values.
 ON = $(if $(CARD),$(VIRTUAL)/bin/python -m virtual_gpu --card $(CARD) --values $(1),$(if $(wildcard .venv/installed),$(BIN)/python,$(PYTHON)))
 NBVAL := -p nbval -o addopts= --nbval-lax --nbval-current-env --nbval-cell-timeout=300 --nbval-sanitize-with=tests/sanitize.cfg
@@ -47,7 +47,7 @@ test: .venv/installed
 		test -n "$$again" && $(LESSONS) $$again; }
 
 # Besides: every lesson in a fork's folder without a network, twice in a row, and on machines that are imitated; each
-# fault with a whole lesson; each proof broken in every way (PART=proofs); 2,000 cases of bad input.
+# fault with a whole lesson; each proof broken in every way (PART=proofs); 2,000 cases of bad input; random plans.
 test-all: test all-of
 all-of: .venv/installed
 	$(if $(filter proofs,$(PART)),,COURSE_TEST_ALL=1 $(PYTEST) $(if $(PART),tests/test_$(PART).py,$(ALL_OF)))

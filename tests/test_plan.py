@@ -2,6 +2,7 @@
 
 import functools
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import pandas
 import plan
 import pytest
 import torch
+from test_forks import EVERY
 
 from notebooks import ROOT, code_lines
 from tutorial_utils import data, machine, models, planner, predict
@@ -107,6 +109,41 @@ def test_the_smallest_card_is_asked_again():
     assert found.recipe == recipe and found.micro_batch == 4
     smaller = max((one for one in machine.gpus().values() if one.usable < gpu.usable), key=lambda one: one.usable)
     assert all(option.why for option in planner.plan(card=smaller.name, **asked, exact=True)), smaller.name
+
+
+def plan_of(asked: dict, limits: dict, card: str) -> tuple[list, list]:
+    options = planner.plan(**asked | limits | {"card": card})
+    return options, [option for option in options if not option.why]
+
+
+@pytest.mark.skipif(not EVERY, reason="make test-all asks twenty")
+@pytest.mark.parametrize("seed", range(20))
+def test_the_answers_to_a_random_question_are_asked_again(seed):
+    """What fits does, and a larger micro-batch does not; where nothing fits, the smallest card does, no smaller one."""
+    draw = random.Random(seed)
+    model, sizes = draw.choice(models.names()), [f"{size} GiB" for size in (1, 2, 3, 4, 6, 8)]
+    longest = models.positions(models.config(model)) or 2048
+    asked = dict(model=model, card=draw.choice([*machine.gpus(), *4 * sizes]),
+                 length=min(longest, draw.choice((16, 33, 100, 128, 256, 512, 700, 2048))),
+                 effective_batch=draw.choice((1, 2, 3, 6, 8, 12, 17, 32, 64)))  # fmt: skip
+    limits = dict(whole=draw.random() < 0.3, exact=draw.random() < 0.15, no_new_dependency=draw.random() < 0.2)
+    options, fitting = plan_of(asked, limits, asked["card"])
+    step = asked["effective_batch"]
+    for option in fitting:
+        assert option.prediction.fits
+        compile(plan.script(option, **asked), option.recipe.name, "exec")
+        for more in (n for n in range(option.micro_batch + 1, step + 1) if step % n == 0):
+            accumulate = 1 if more == step else 2
+            larger = dict(model=model, batch=more, length=asked["length"], card=asked["card"], accumulate=accumulate)
+            assert not planner.predicted([option.recipe], **larger)[0].fits, (asked, option.recipe.name, more)
+            break
+    if not fitting and (found := planner.smallest(options, **asked)):
+        gpu, recipe = found
+        assert recipe in [option.recipe for option in plan_of(asked, limits, gpu.name)[1]], (asked, gpu.name)
+        smaller = [one for one in machine.gpus().values() if one.usable < gpu.usable]
+        if smaller:
+            next_one = max(smaller, key=lambda one: one.usable)
+            assert not plan_of(asked, limits, next_one.name)[1], (asked, gpu.name, next_one.name)
 
 
 def test_a_card_with_other_kernels_may_need_less(monkeypatch):

@@ -63,3 +63,13 @@ def test_gpu_runs_the_tests_and_uploads_reports():
     ]
     assert uploads, "gpu.yml: upload reports/ with actions/upload-artifact"
     assert uploads[0].get("if") == "always()", "gpu.yml: give the upload `if: always()`: a failed run needs its reports"
+
+
+def test_test_all_runs_every_file_that_has_more_for_it():
+    tests = Path(__file__).parent
+    asks = re.compile(r"^from test_forks import EVERY|^EVERY = |COURSE_TEST_ALL\"\)", re.MULTILINE)
+    more = {path.stem.removeprefix("test_") for path in tests.glob("test_*.py") if asks.search(path.read_text())}
+    makefile = re.search(r"foreach part,([a-z_ ]+),", (tests.parent / "Makefile").read_text()).group(1).split()
+    matrix = load(FOLDER / "test-all.yml")["jobs"]["test"]["strategy"]["matrix"]["part"]
+    assert {*makefile} == more, "Makefile: ALL_OF names the files whose tests look at COURSE_TEST_ALL"
+    assert {*matrix} == more | {"proofs"}, "test-all.yml: a part for each of them, and for the proofs"
