@@ -14,7 +14,7 @@ from ..measure import ROLES
 from .recipes import Recipe, predicted, recipes
 
 FEW = (2, 3)  # layers, of a model that is predicted in a tenth of the time
-NEAR = 0.97  # of a guess: below it few texts never are
+NEAR = 0.97  # times a guess: fewer texts never need less
 SHOWN = {"weights": "weights", "gradients": "gradients", "state": "optimizer state", "activations": "activations"}
 # Whose activations pass the largest number of fp16, and where that is told.
 OVERFLOWS = {"gemma3_text": "overflows in fp16: https://github.com/huggingface/transformers/issues/36822"}
