@@ -27,7 +27,7 @@ class CFG:
 
 class Texts(Dataset):
     def __init__(self, frame, tokenizer):
-        self.ids = tokenizer(frame["text"].tolist(), truncation=True, max_length=CFG.max_length)["input_ids"]
+        self.ids = tokenizer(frame["text"].fillna("").tolist(), truncation=True, max_length=CFG.max_length)["input_ids"]
         self.lengths = np.array([len(ids) for ids in self.ids])
         self.targets = frame[CFG.targets].to_numpy("float32") if set(CFG.targets) <= set(frame) else None
 
@@ -136,7 +136,7 @@ def train_fold(train, valid, tokenizer):
 def main():
     torch.manual_seed(CFG.seed)
     tokenizer = AutoTokenizer.from_pretrained(CFG.model)
-    train, test = pd.read_csv(f"{CFG.data}/train.csv"), pd.read_csv(f"{CFG.data}/test.csv")
+    train, test = (pd.read_csv(f"{CFG.data}/{name}.csv", dtype={"id": str}) for name in ("train", "test"))
     found, fold = 0.0, np.arange(len(train)) % CFG.folds
     for held_out in range(CFG.folds):
         model = train_fold(train[fold != held_out], train[fold == held_out], tokenizer)

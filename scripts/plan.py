@@ -178,6 +178,9 @@ def other_card(options: list[planner.Option], asked: dict) -> dict:
 
 def in_processes(function, groups):
     """A `map`. The processes begin with what has been imported until then; an interrupt ends them at once."""
+    if "fork" not in multiprocessing.get_all_start_methods():  # on Windows
+        yield from map(function, groups)
+        return
     with multiprocessing.get_context("fork").Pool() as pool:
         done = pool.imap(function, groups)
         yield from tqdm(done, "kinds of recipes", len(groups), leave=False, disable=None)  # to a terminal only

@@ -35,13 +35,26 @@ def test_it_learns_and_predicts_rows_without_targets_in_their_order(script, caps
     here = ("cuda", torch.float16) if torch.cuda.is_available() else ("cpu", None)
     script["CFG"].device, script["CFG"].half = here
     submission = script["main"]()
-    test = script["pd"].read_csv(f"{script['CFG'].data}/test.csv")
+    test = script["pd"].read_csv(f"{script['CFG'].data}/test.csv", dtype={"id": str})
     assert submission["id"].equals(test["id"]) and submission.notna().all(axis=None)
     errors = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if "MCRMSE" in line]
     epochs, folds = script["CFG"].epochs, script["CFG"].folds
     assert len(errors) == epochs * folds and all(
         errors[i + epochs - 1] < errors[i] for i in range(0, len(errors), epochs)
     )
+
+
+def test_a_blank_text_is_one_and_ids_keep_their_zeros(script, tmp_path):
+    """A hidden test has what the training rows had not: it is read when hours of training are over."""
+    ids = [f"{number:04d}" for number in range(24)]
+    for name in ("train", "test"):
+        frame = script["pd"].read_csv(f"{script['CFG'].data}/{name}.csv").head(24).assign(id=ids)
+        frame.loc[3, "text"] = ""
+        frame.loc[5, "text"] = "NA"
+        frame.to_csv(tmp_path / f"{name}.csv", index=False)
+    script["CFG"].data, script["CFG"].epochs, script["CFG"].folds = tmp_path, 1, 2
+    submission = script["main"]()
+    assert submission["id"].tolist() == ids and submission.notna().all(axis=None)
 
 
 def test_a_checkpoint_in_half_precision_is_trained_in_fp32(script, tmp_path):

@@ -17,7 +17,10 @@ FEW = (2, 3)  # layers, of a model that is predicted in a tenth of the time
 NEAR = 0.97  # times a guess: fewer texts never need less
 SHOWN = {"weights": "weights", "gradients": "gradients", "state": "optimizer state", "activations": "activations"}
 # Whose activations pass the largest number of fp16, and where that is told.
-OVERFLOWS = {"gemma3_text": "overflows in fp16: https://github.com/huggingface/transformers/issues/36822"}
+OVERFLOWS = {
+    "gemma3_text": "overflows in fp16: https://github.com/huggingface/transformers/issues/36822",
+    "t5": "overflows in fp16: https://github.com/huggingface/transformers/issues/5651",
+}
 
 
 @dataclass(frozen=True)
@@ -163,9 +166,9 @@ def _overflows(recipe: Recipe, model: str, gpu: machine.Gpu) -> bool:
 
 def of_card(gpu: machine.Gpu) -> list[str]:
     """What a plan does not say of a card, a line each."""
-    old, nan = gpu.capability and gpu.capability < (7, 0), "GTX 16" in gpu.name
+    old, nan = gpu.capability and gpu.capability < (7, 5), "GTX 16" in gpu.name
     said = {
-        "Today's builds of torch have no kernels for this card: see README.": old,
+        "Only torch for CUDA 12.6, up to 2.14, knows this card: https://github.com/pytorch/pytorch/issues/190385": old,
         "On this card fp16 gives NaN in some networks: https://github.com/pytorch/pytorch/issues/77955": nan,
     }
     return [text for text, holds in said.items() if holds]
