@@ -640,13 +640,14 @@ def test_a_step_of_a_prime_number_of_texts_says_so_where_not_all_fit():
 
 def test_what_overflows_in_fp16_is_no_recipe_of_a_card_that_has_no_other(monkeypatch):
     """Neither where it would fit, nor as the smallest card that would do."""
-    monkeypatch.setattr(planner.search, "OVERFLOWS", {"llama": "overflows in fp16"})
+    monkeypatch.setattr(planner.search, "OVERFLOWS", {"llama": 1})
     asked = dict(model="tiny-decoder", card="T4", length=64, effective_batch=16)
     options = {option.recipe.name: option for option in planner.plan(**asked)}
     assert [name for name, option in options.items() if not option.why] == [
         "fp32, AdamW", "fp32, checkpointing, AdamW"]  # fmt: skip
     refused = options["fp16, AdamW"]
-    assert refused.why == "overflows in fp16" and refused.micro_batch == 16
+    assert refused.why == "overflows in fp16: https://github.com/huggingface/transformers/issues/1"
+    assert refused.micro_batch == 16
     gpu, recipe = planner.smallest([refused], **asked)
     assert gpu.capability >= (8, 0) and recipe == planner.recipes("bf16", models.head_share("tiny-decoder"))[0]
 

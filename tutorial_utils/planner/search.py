@@ -16,11 +16,8 @@ from .recipes import Recipe, predicted, recipes
 FEW = (2, 3)  # layers, of a model that is predicted in a tenth of the time
 NEAR = 0.97  # times a guess: fewer texts never need less
 SHOWN = {"weights": "weights", "gradients": "gradients", "state": "optimizer state", "activations": "activations"}
-# Whose activations pass the largest number of fp16, and where that is told.
-OVERFLOWS = {
-    "gemma3_text": "overflows in fp16: https://github.com/huggingface/transformers/issues/36822",
-    "t5": "overflows in fp16: https://github.com/huggingface/transformers/issues/5651",
-}
+# Whose activations pass the largest number of fp16, and the issue of transformers that tells it.
+OVERFLOWS = {"gemma3_text": 36822, "t5": 5651}
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,8 @@ def plan(
         options |= {option.recipe.name: option for option in found}
     for name, option in options.items():
         if _overflows(option.recipe, model, gpu) and option.prediction:
-            why = f"{option.why}; {OVERFLOWS[models.config(model).model_type]}"
+            told = f"https://github.com/huggingface/transformers/issues/{OVERFLOWS[models.config(model).model_type]}"
+            why = f"{option.why}; overflows in fp16: {told}"
             options[name] = replace(option, why=why.removeprefix("; "))
     return sorted(options.values(), key=lambda option: bool(option.why))
 
@@ -114,8 +112,7 @@ class _Largest:
             yield whole
         for n in reversed(smaller):
             guess = self._at_least(report_of, whole, n / whole)
-            near = guess * NEAR <= self.gpu.usable
-            if guess <= self.gpu.usable or near and self._at_least(report_of, n) <= self.gpu.usable:
+            if guess <= self.gpu.usable or NEAR * guess <= self.gpu.usable >= self._at_least(report_of, n):
                 yield n
 
     def _at_least(self, report_of: Callable[..., predict.Prediction], n: int, share: float = 1.0) -> float:
