@@ -233,9 +233,11 @@ def record(cells: list[dict], gpu: machine.Gpu, bf16: bool, minutes: float, keep
 def alone(function, *arguments):
     """What it returns or raises, in a process of its own that has imported the libraries and done nothing else.
 
-    This process never asks for a GPU: those that it forks could not have one then.
+    This process never asks for a GPU: those that it forks could not have one then. They have one thread: for those
+    of a process that has used its own, a fork waits for ever.
     """
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as process:
+    context, one = multiprocessing.get_context("fork"), dict(initializer=torch.set_num_threads, initargs=(1,))
+    with ProcessPoolExecutor(1, mp_context=context, **one) as process:
         return process.submit(function, *arguments).result()
 
 
