@@ -3,6 +3,9 @@
 import itertools
 import json
 import statistics
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import record_predictions
@@ -30,6 +33,17 @@ def test_without_a_gpu_nothing_is_written(tmp_path, capsys):
     with pytest.raises(SystemExit, match="no GPU that this torch can use: run it where one is"):
         record_predictions.main(["--into", str(tmp_path)])
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_forked_by_a_process_that_used_its_threads_ends():
+    code = """import torch, record_predictions
+torch.set_num_threads(2)
+def product(): return float((torch.ones(1000, 1000) @ torch.ones(1000, 1000)).mean())
+product()
+print(record_predictions.alone(product))"""
+    command, folder = [sys.executable, "-c", code], Path(record_predictions.__file__).parent
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=90)
+    assert done.stdout == "1000.0\n", done.stderr
 
 
 @pytest.mark.parametrize(
