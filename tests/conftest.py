@@ -1,3 +1,4 @@
+import gc
 import os
 from unittest.mock import patch
 
@@ -16,6 +17,12 @@ def pytest_collection_modifyitems(config, items):
         broken |= {item.path} if fault else set()
     config.hook.pytest_deselected(items=left)
     items[:] = kept
+
+
+def pytest_collection_finish():
+    """What was imported stays: a collection, of which tests make hundreds, need not look at it each time anew."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

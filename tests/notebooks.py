@@ -163,4 +163,4 @@ def lessons() -> list[Lesson]:
 
 
 def lesson(number: str) -> Lesson:
-    return next(found for found in lessons() if found.name.startswith(number))
+    return next(Lesson(path) for path in LESSONS if path.stem.startswith(number))

@@ -1,5 +1,6 @@
 """What am I running on, what can it do, what will break, and which sizes fit?"""
 
+import gc
 import importlib.metadata
 import importlib.util
 import json
@@ -131,6 +132,7 @@ def start(network: bool = False) -> Machine:
     for name in NEEDED:
         packages.need(name, "the cells that use it")
     _quiet(here)
+    gc.freeze()  # or each collection looks at all that was imported: half a second of the cells that follow
     return here
 
 

@@ -249,7 +249,9 @@ def loss_of(model, batch):
         "        train(model, loaders[0], optimizer, scheduler)\n": "        model.train()\n"
         "        train_half(model, optimizer, loaders[0], loss_of, scheduler.step, device.type, scaler)\n",
     }
-    script, changed = strangers.load("decoder"), strangers.load("decoder", LESSON.source("copy") + mine, edits)
+    short = {"EPOCHS = 96,": "EPOCHS = 40,"}
+    script = strangers.load("decoder", "", short)
+    changed = strangers.load("decoder", LESSON.source("copy") + mine, edits | short)
     files = [stranger_files / name for name in ("llama", "bert", "train.jsonl", "valid.jsonl")]
     before, after = script.main(*files), changed.main(*files)
     lines = [line for line in capsys.readouterr().out.splitlines() if "perplexity" in line]
