@@ -76,9 +76,11 @@ $(VIRTUAL)/installed: requirements.txt .venv/installed
 	$(BIN)/python -m virtual_gpu.environment $(VIRTUAL)
 	touch $@
 
+# pip compiles what it installs on one processor; some files are templates, which do not compile.
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-compile $(PIP_OPTIONS) -r requirements.txt
+	-@$(BIN)/python -m compileall -q -j 0 .venv/lib > /dev/null
 	touch $@
 
 .PHONY: course lesson record record-predictions recipe lab test test-all all-of kit platform virtual-gpu virtual-gpu-test runner
