@@ -80,7 +80,7 @@ $(VIRTUAL)/installed: requirements.txt .venv/installed
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile $(PIP_OPTIONS) -r requirements.txt
-	-@$(BIN)/python -m compileall -q -j 0 .venv/lib > /dev/null
+	@$(BIN)/python -m compileall -q -j 0 .venv/lib > /dev/null || true
 	touch $@
 
 .PHONY: course lesson record record-predictions recipe lab test test-all all-of kit platform virtual-gpu virtual-gpu-test runner
