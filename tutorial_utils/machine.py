@@ -97,8 +97,7 @@ def facts() -> Machine:
     properties = torch.cuda.get_device_properties(0)
     capability = (properties.major, properties.minor)
     if not _has_kernels(capability, torch.cuda.get_arch_list()):
-        cpu = ("cpu", _main_memory(), cores, capability, True, False, versions, _bf16_time())
-        return Machine(properties.name, *cpu)
+        return Machine(properties.name, "cpu", _main_memory(), cores, capability, True, False, versions, _bf16_time())
     bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     here = Machine(properties.name, "cuda", properties.total_memory, cores, capability, bf16, True, versions)
     if virtual := os.environ.get("VIRTUAL_GPU"):  # what virtual_gpu.start was given
