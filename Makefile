@@ -76,11 +76,11 @@ $(VIRTUAL)/installed: requirements.txt .venv/installed
 	$(BIN)/python -m virtual_gpu.environment $(VIRTUAL)
 	touch $@
 
-# pip compiles what it installs on one processor; some files are templates, which do not compile.
+# pip would compile on one processor. Some files are templates and do not compile; Python compiles later what is left.
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile $(PIP_OPTIONS) -r requirements.txt
-	@$(BIN)/python -m compileall -q -j 0 .venv/lib > /dev/null || true
+	@$(BIN)/python -W ignore -m compileall -q -j 0 .venv/lib > /dev/null || true
 	touch $@
 
 .PHONY: course lesson record record-predictions recipe lab test test-all all-of kit platform virtual-gpu virtual-gpu-test runner

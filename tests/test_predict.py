@@ -69,8 +69,8 @@ def test_prediction_for_a_cpu_equals_the_profiler(case):
         assert abs(found / real - 1) <= 0.01, f"{what} {found:,}, torch.profiler {real:,} bytes"
 
 
-# For every family of models, half of these, its neighbour the other half; with COURSE_TEST_ALL=1, where a prediction is
-# held to another one, all of them.
+# Each family of models gets half of these, and its neighbour the other half. With COURSE_TEST_ALL=1 each gets all, in
+# tests that compare two predictions.
 MORE = [
     dict(optimizer="adafactor"),
     dict(optimizer="fused"),
@@ -131,6 +131,8 @@ def test_prediction_for_every_family_equals_the_profiler(case):
 @pytest.mark.parametrize("name", truth.FAMILIES if EVERY else ["deberta-v3-small", "llama-2-7b"])
 def test_what_is_remembered_changes_nothing(name, monkeypatch):
     """With what is remembered, and with all traced afresh."""
+    two = techniques_of("deberta-v3-small") + techniques_of("llama-2-7b")
+    assert all(one in two for one in MORE), "choose two families that take other halves"
     settings = models.config(name, 4, **truth.FAMILIES[name])
 
     def predicted(choices):
@@ -185,7 +187,7 @@ def test_what_is_split_into_one_part_is_still_split():
 
 @pytest.mark.parametrize("name", truth.FAMILIES)
 def test_a_pass_that_is_counted_twice_is_one_that_runs_twice(name):
-    """A limit is held to operations that run: with one, both passes do."""
+    """A limit is held to operations that run: with one, both passes do. Half of the techniques for each family."""
     settings = models.config(name, 4, **truth.FAMILIES[name])
     for technique in techniques_of(name):
         choices = technique | {"optimizer": by_name(technique.get("optimizer", "adamw")), "accumulate": 3}

@@ -131,7 +131,7 @@ def start(network: bool = False) -> Machine:
     for name in NEEDED:
         packages.need(name, "the cells that use it")
     _quiet(here)
-    gc.freeze()  # or each collection looks at all that was imported: half a second of the cells that follow
+    gc.get_freeze_count() or gc.freeze()  # what was imported: else each of the collections that follow looks at it
     return here
 
 
