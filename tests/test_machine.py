@@ -79,7 +79,13 @@ def test_classes_slugs_and_presets():
 
 
 @pytest.mark.parametrize(
-    ("here", "words"), [(CPU, "No GPU"), (T4, "No bf16"), (P100, r"no kernels.*P100.*sm_60.*Kaggle choose GPU T4 x2")]
+    ("here", "words"),
+    [
+        (CPU, "^No GPU[^.]*[.]$"),
+        (dataclasses.replace(CPU, bf16_time=57.3), "No GPU.*emulates bf16, in 57 times fp32's time"),
+        (T4, "No bf16"),
+        (P100, r"no kernels.*P100.*sm_60.*Kaggle choose GPU T4 x2"),
+    ],
 )
 def test_limits_are_said(here, words):
     import re

@@ -146,20 +146,17 @@ def _read_utf_8():
 def limits(here: Machine) -> list[str]:
     """What this machine cannot do, a line each."""
     accept(isinstance(here, Machine), "here", here, "machine.facts()")
-    lines = []
-    if not here.kernels:
-        major, minor = here.capability
-        lines.append(
-            f"This build of torch has no kernels for this GPU, {here.name} (sm_{major}{minor}), and the lessons run on "
-            f"the CPU: {ACCELERATORS}."
-        )
-    elif here.device == "cpu":
-        lines.append("No GPU: lessons run at a small size, and predict the real sizes.")
-    if here.virtual:
-        lines.append("No times on a virtual GPU: the seconds that are shown are this computer's.")
-    if not here.bf16:
-        lines.append("No bf16 in hardware: use fp16 with a GradScaler.")
-    return lines
+    major, minor = here.capability or (0, 0)
+    lines = {
+        f"This build of torch has no kernels for this GPU, {here.name} (sm_{major}{minor}), and the lessons run on "
+        f"the CPU: {ACCELERATORS}.": not here.kernels,
+        "No GPU: lessons run at a small size, and predict the real sizes.": here.kernels and here.device == "cpu",
+        f"This CPU emulates bf16, in {here.bf16_time:.0f} times fp32's time: a cell in half precision may take a "
+        "minute.": here.device == "cpu" and here.bf16_time > EMULATED,
+        "No times on a virtual GPU: the seconds that are shown are this computer's.": here.virtual,
+        "No bf16 in hardware: use fp16 with a GradScaler.": not here.bf16,
+    }
+    return [line for line, holds in lines.items() if holds]
 
 
 def preset(here: Machine) -> Preset:
