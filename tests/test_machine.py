@@ -47,7 +47,7 @@ def test_the_class_of_a_cpu_is_that_of_its_bf16(instructions, backends):
 
 
 @pytest.mark.alone
-def test_the_first_cell_takes_five_seconds_where_nothing_is_missing(quiet, tmp_path):
+def test_the_first_cell_takes_five_seconds_where_nothing_is_missing(second, tmp_path):
     cell = (ROOT / "scripts" / "setup_cell.py").read_text(encoding="utf-8")
     code = f"import time; started = time.perf_counter()\n{cell}\nprint('seconds', time.perf_counter() - started)"
     known = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -55,7 +55,7 @@ def test_the_first_cell_takes_five_seconds_where_nothing_is_missing(quiet, tmp_p
     for _ in range(2):  # the first reads the libraries from the disk
         done = subprocess.run(command, cwd=tmp_path, env=known, capture_output=True, text=True, check=True)
     seconds = float(done.stdout.split("seconds ")[1])
-    assert seconds <= 5, f"the first cell took {seconds:.1f} s"
+    assert seconds <= 5 * second, f"the first cell took {seconds:.1f} s"
 
 
 def test_classes_slugs_and_presets():

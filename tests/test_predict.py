@@ -502,10 +502,10 @@ def test_dropout_and_attention_are_put_back():
 
 
 @pytest.mark.alone
-def test_bert_large_is_predicted_in_a_second(quiet):
+def test_bert_large_is_predicted_in_a_second(second):
     predict.step_memory("bert-base-uncased", 1, 16)  # imports
     seconds = min(predict.step_memory("bert-large-uncased", 32, 128, card="T4").seconds for _ in range(3))
-    assert seconds <= 1, f"tracing took {seconds:.1f} s"
+    assert seconds <= second, f"tracing took {seconds:.1f} s"
 
 
 @pytest.mark.parametrize(
