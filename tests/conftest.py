@@ -35,7 +35,7 @@ def own_environment():
 
 @pytest.fixture
 def second():
-    """What this processor may take for a second of a limit: where it was set, making these objects took 10 ms.
+    """What this processor may take for a second of a limit: limits are for one that makes these objects in 10 ms.
 
     Where something else uses a processor seconds say nothing about the code.
     """

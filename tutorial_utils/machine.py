@@ -152,7 +152,7 @@ def limits(here: Machine) -> list[str]:
         f"the CPU: {ACCELERATORS}.": not here.kernels,
         "No GPU: lessons run at a small size, and predict the real sizes.": here.kernels and here.device == "cpu",
         f"This CPU emulates bf16, in {here.bf16_time:.0f} times fp32's time: a cell in half precision may take a "
-        "minute.": here.device == "cpu" and here.bf16_time > EMULATED,
+        "minute or two.": here.device == "cpu" and here.bf16_time > EMULATED,
         "No times on a virtual GPU: the seconds that are shown are this computer's.": here.virtual,
         "No bf16 in hardware: use fp16 with a GradScaler.": not here.bf16,
     }
