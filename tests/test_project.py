@@ -12,10 +12,10 @@ from notebooks import ROOT, code_lines
 from tutorial_utils import figures, measure
 
 PACKAGE = sorted((ROOT / "tutorial_utils").rglob("*.py"))
-MOST, MOST_OF_A_MODULE = 1900, 300
+MOST, MOST_OF_A_MODULE = 1840, 300
 # Packages of their own: all their lines, and the order in which one room imports another, the last what they offer.
 ROOMS = {
-    "predict": (700, ["fake", "rules", "patches", "allocator", "__init__"]),
+    "predict": (805, ["fake", "rules", "patches", "allocator", "__init__"]),
     "planner": (310, ["recipes", "search", "panel", "__init__"]),
 }
 MOST_OF_A_ROOM = 200
@@ -68,7 +68,7 @@ def test_importing_adds_little_to_torch_and_transformers(second):
 
 
 def test_dependencies_point_one_way():
-    order = ["check", "times", "packages", "machine", "kernels", "measure", "data", "models", "shapes", "names",
+    order = ["check", "kernels", "times", "packages", "machine", "measure", "data", "models", "shapes", "names",
              "predict", "figures", "bounds", "virtual", "explorer", "planner"]  # fmt: skip
     modules = {path.stem for path in PACKAGE if path.parent.name not in ROOMS}
     assert modules | set(ROOMS) == {*order, "__init__"}

@@ -131,6 +131,10 @@ def start(network: bool = False) -> Machine:
     for name in NEEDED:
         packages.need(name, "the cells that use it")
     _quiet(here)
+    if emulates(here):
+        from . import kernels  # with torch, which is imported when `_give_way` has spoken
+
+        kernels.multiply_in_fp32()
     gc.get_freeze_count() or gc.freeze()  # what was imported: else each of the collections that follow looks at it
     return here
 
@@ -143,6 +147,10 @@ def _read_utf_8():
         os.environ["PYTHONUTF8"] = "1"  # for the processes that the lesson starts
 
 
+def emulates(here: Machine) -> bool:
+    return here.device == "cpu" and here.bf16_time > EMULATED
+
+
 def limits(here: Machine) -> list[str]:
     """What this machine cannot do, a line each."""
     accept(isinstance(here, Machine), "here", here, "machine.facts()")
@@ -151,8 +159,8 @@ def limits(here: Machine) -> list[str]:
         f"This build of torch has no kernels for this GPU, {here.name} (sm_{major}{minor}), and the lessons run on "
         f"the CPU: {ACCELERATORS}.": not here.kernels,
         "No GPU: lessons run at a small size, and predict the real sizes.": here.kernels and here.device == "cpu",
-        f"This CPU emulates bf16, in {here.bf16_time:.0f} times fp32's time: a cell in half precision may take a "
-        "minute or two.": here.device == "cpu" and here.bf16_time > EMULATED,
+        f"This CPU emulates bf16, in {here.bf16_time:.0f} times fp32's time. Here its products are computed in fp32 "
+        "and rounded; times are of torch's own.": emulates(here),
         "No times on a virtual GPU: the seconds that are shown are this computer's.": here.virtual,
         "No bf16 in hardware: use fp16 with a GradScaler.": not here.bf16,
     }

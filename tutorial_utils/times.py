@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from . import kernels
 from .check import accept
 
 # A round counts if the process had this share of the processor time that it asked for, or nobody else was there.
@@ -91,6 +92,7 @@ class Timing:
         return Figure(statistics.median(values), self.settled and _agree(values))
 
 
+@kernels.of_torch()
 def timing(
     steps: dict[str, Callable[[], object]],
     rounds: int = 5,
@@ -98,7 +100,7 @@ def timing(
     repeat: bool = True,
     results: bool = False,
 ) -> Timing:
-    """Time each step once a round, after `warmup` rounds that do not count. Without tracking.
+    """Time each step once a round, after `warmup` rounds that do not count. Without tracking, and with torch's kernels.
 
     A round in which the process did not get its processors does not count and is repeated, as long as there is
     patience; then all rounds are shown, and the timing is not settled. None does in a lesson that began on a busy

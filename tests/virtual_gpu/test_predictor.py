@@ -13,7 +13,8 @@ def test_the_buffer_of_a_sum(card):
     """Rows, columns and all of a matrix, any dimensions of what attention has; contiguous and turned."""
     code = f"""
 import itertools
-from tutorial_utils import kernels, machine
+from tutorial_utils import machine
+from tutorial_utils.predict import rules
 gpu = machine.gpu({card!r})
 cases = [((rows, columns), dims) for rows in (3, 64, 1000, 4096, 131072) for columns in (1, 2, 4, 64, 768, 1000, 4096)
          for dims in ((0,), (1,), (0, 1))]
@@ -27,7 +28,7 @@ for (shape, dims), dtype, turned in itertools.product(cases, (torch.float32, tor
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     result = torch.sum(tensor, dims)
     counted = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before - result.nbytes
-    expected = sum(kernels.sum_buffer(tensor.shape, tensor.stride(), set(dims), gpu))
+    expected = sum(rules.sum_buffer(tensor.shape, tensor.stride(), set(dims), gpu))
     assert counted == expected, (tuple(tensor.shape), tensor.stride(), dims, dtype, counted, expected)
     held += counted > 0
 print(held)
@@ -38,7 +39,8 @@ print(held)
 @pytest.mark.parametrize("card", CARDS)
 def test_what_attention_holds_in_its_backward_pass(card):
     code = f"""
-from tutorial_utils import kernels, machine
+from tutorial_utils import machine
+from tutorial_utils.predict import rules
 gpu, F = machine.gpu({card!r}), torch.nn.functional.scaled_dot_product_attention
 found = []
 for dtype in (torch.float32, torch.float16):
@@ -56,7 +58,7 @@ for dtype in (torch.float32, torch.float16):
             trace = torch.cuda.memory._snapshot()["device_traces"][0]
             torch.cuda.memory._record_memory_history(enabled=None)
             asked = [event["size"] for event in trace if event["action"] == "alloc"]
-            buffers = kernels.flash_buffers(*made[:2]) if "Flash" in name else kernels.efficient_buffers(*made[:2], gpu)
+            buffers = rules.flash_buffers(*made[:2]) if "Flash" in name else rules.efficient_buffers(*made[:2], gpu)
             # Widths of which the kernels' own tables decide, to a few bytes of alignment.
             assert any(abs(size - max(buffers)) <= 1024 for size in asked), (name, dtype, width, length, asked, buffers)
 print(sorted(set(found)))

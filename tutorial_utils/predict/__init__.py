@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from .. import kernels, machine, measure, models, names
 from ..check import accept
 from ..names import lora_targets
-from . import patches
+from . import patches, rules
 from .allocator import add_card, context
 from .fake import Shapes, follower, pack_4bit
 
@@ -153,7 +153,7 @@ def step_memory(
         inputs.update(tree_map_only(torch.Tensor, fake.from_tensor, dict(inputs)))
         if step is None:
             _make_states(network, chosen)
-        held = kernels.OnCuda(gpu) if device == "cuda" else kernels.on_cpu
+        held = rules.OnCuda(gpu) if device == "cuda" else kernels.on_cpu
         with follower(network, stack)(network, chosen[0], inputs, limit, held, fake.run) as tracker:
             if step is None:
                 scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
