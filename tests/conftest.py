@@ -6,6 +6,8 @@ from unittest.mock import patch
 import psutil
 import pytest
 
+from tutorial_utils import kernels
+
 
 def pytest_collection_modifyitems(config, items):
     """Each lesson's proof is broken once; in every way with COURSE_TEST_ALL=1 (make test-all), or where -k asks."""
@@ -28,8 +30,8 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def own_environment():
-    """What a test does to the environment, or what it calls does, is not told to the next one."""
-    with patch.dict(os.environ):
+    """What a test does to the environment or to torch's kernels, or what it calls does, is not told to the next one."""
+    with patch.dict(os.environ), kernels.of_torch():
         yield
 
 

@@ -56,15 +56,20 @@ def multiply_in_fp32():
 
 @contextmanager
 def of_torch():
-    """Torch's own kernels meanwhile: for times."""
-    before = [*_replaced]
-    while _replaced:
-        _replaced.pop()._destroy()
+    """Torch's own kernels meanwhile: for times. Afterwards those that were there before."""
+    before = bool(_replaced)
+    _restore()
     try:
         yield
     finally:
+        _restore()
         if before:
             multiply_in_fp32()
+
+
+def _restore():
+    while _replaced:
+        _replaced.pop()._destroy()
 
 
 def _rounded(kernel, keys, *factors, **options):
