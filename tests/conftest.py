@@ -6,7 +6,7 @@ from unittest.mock import patch
 import psutil
 import pytest
 
-from tutorial_utils import kernels
+from tutorial_utils import kernels, machine
 
 
 def pytest_collection_modifyitems(config, items):
@@ -33,6 +33,13 @@ def own_environment():
     """What a test does to the environment or to torch's kernels, or what it calls does, is not told to the next one."""
     with patch.dict(os.environ), kernels.of_torch():
         yield
+
+
+@pytest.fixture
+def as_in_a_lesson(own_environment):
+    """Products of halves as a lesson's first cell has them, where the CPU emulates bf16."""
+    if machine.emulates(machine.facts()):
+        kernels.multiply_in_fp32()
 
 
 @pytest.fixture

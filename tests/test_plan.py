@@ -320,8 +320,8 @@ def half_a_decoder(folder) -> str:
 
 
 @each_recipe
-def test_a_script_learns_and_goes_on_to_the_same_weights(recipe, folder, capsys):
-    short = dict(max_length=24)  # bf16 is slow on CPUs that do not know it, and a small part of the rows will do
+def test_a_script_learns_and_goes_on_to_the_same_weights(recipe, folder, capsys, as_in_a_lesson):
+    short = dict(max_length=24)  # a small part of the rows will do
     if recipe.decoder:
         short["model"] = half_a_decoder(folder / "model")
     pandas.read_csv(folder / "train.csv")[:136].to_csv(folder / "train.csv", index=False)

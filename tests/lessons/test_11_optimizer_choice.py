@@ -281,6 +281,15 @@ def scripts(name, was, *now):
     return [plain, *(strangers.load(name, LESSON.source("copy") + CAUGHT, {was: f"caught({one})"}) for one in now)]
 
 
+def test_the_exercise_refuses_a_last_division_that_is_left_out_or_always_made():
+    namespace = namespace_with("check-exercise")
+    source_of = source(next(cell for cell in LESSON.code if "solution" in tags(cell)))
+    for wrong in ("", " / step.square().mean().sqrt()"):
+        answer = source_of.replace(" / step.square().mean().sqrt().clamp(min=1.0)", wrong)
+        assert answer != source_of
+        assert "not yet: the library's first row is" in run(answer, namespace), wrong
+
+
 def test_in_a_strangers_classifier(stranger_files, capsys):
     """adamw trains to the same place; Adafactor keeps hardly any state, and its rate trains as well."""
     files = dict(train=stranger_files / "train.csv", valid=stranger_files / "valid.csv")
