@@ -84,6 +84,20 @@ def test_compiled_code_multiplies_so_too(asked):
     assert left.grad.dtype == torch.bfloat16 and (left.grad == 8).all() and asked
 
 
+def test_dynamo_makes_no_graph_of_it(asked):
+    """It leaves the frames of torch.nn alone; what these call must not be compiled in their place."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    layer.compile(backend=backend)
+    layer(torch.ones(2, 5, 16))
+    assert asked and not graphs
+
+
 @pytest.mark.parametrize("time", [0.3, 57.3])
 def test_a_lesson_begins_so_where_the_cpu_emulates_bf16(time):
     code = f"""

@@ -45,12 +45,12 @@ def multiply_in_fp32():
     """From here on a CPU computes products of halves in fp32 and rounds them, as hardware does; fp32's are torch's."""
     if _replaced:
         return
-    library = torch.library.Library("aten", "IMPL")
+    library, rounded = torch.library.Library("aten", "IMPL"), torch.compiler.disable(_rounded)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")  # that a kernel is replaced
         for name in PRODUCTS:
             kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
-            library.impl(name, partial(_rounded, kernel), "CPU", with_keyset=True)
+            library.impl(name, partial(rounded, kernel), "CPU", with_keyset=True)
     _replaced.append(library)
 
 
