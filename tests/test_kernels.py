@@ -1,14 +1,17 @@
 """Products of halves on a CPU that emulates them: fp32's, rounded; torch's own for times, and when it is over."""
 
+import contextlib
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import torch
+from test_faults import Interrupt
 
 from notebooks import ROOT
-from tutorial_utils import kernels, measure
+from tutorial_utils import kernels, measure, models
 
 HALVES = torch.bfloat16, torch.float16
 
@@ -54,6 +57,52 @@ def test_a_product_is_as_torchs(asked, kind):
     assert len(asked) == 5, "afterwards they are the course's again"
 
 
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("place", [0, 1])
+def test_factors_of_two_types_are_refused_as_by_torch(asked, half, place):
+    factors = [torch.ones(4, 4), torch.ones(4, 4)]
+    factors[place] = factors[place].to(half)
+    for product in (torch.mm, lambda *both: torch.addmm(torch.ones(4), *both)):
+        with pytest.raises(RuntimeError, match="dtype"):
+            product(*factors)
+    with pytest.raises(RuntimeError, match="dtype"):
+        torch.addmm(torch.ones(4), factors[place], factors[place])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_a_timing_they_are_the_courses_again(asked, fails):
+    def step():
+        torch.ones(2, 2) @ torch.ones(2, 2)
+        assert not fails
+
+    with contextlib.suppress(AssertionError):
+        measure.timing({"step": step}, rounds=1)
+    with kernels.of_torch(), kernels.of_torch():
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    assert not asked
+    kernels.multiply_in_fp32()  # a second time: it is theirs already
+    torch.ones(2, 2) @ torch.ones(2, 2)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("seconds", [0.02, 0.1, 0.3])
+def test_an_interrupted_training_goes_on(asked, seconds):
+    """An interrupt comes inside Python that C++ has called."""
+    model = models.build("tiny").to(torch.bfloat16).eval()
+    ids, started = torch.ones(4, 32, dtype=torch.long), time.perf_counter()
+
+    def gradients():
+        model.zero_grad()
+        model(ids).logits.float().sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    expected = gradients()
+    with pytest.raises(KeyboardInterrupt), Interrupt(seconds):
+        while time.perf_counter() < started + 60:
+            gradients()
+    assert torch.equal(gradients(), expected)
+
+
 def test_training_in_halves_needs_what_it_needs(asked):
     """Memory, and gradients to their rounding: what is computed in fp32 is no tensor of the step."""
     model, texts = torch.nn.Linear(64, 64), torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
@@ -70,11 +119,11 @@ def test_training_in_halves_needs_what_it_needs(asked):
     with kernels.of_torch():
         assert measure.memory(step, model).peak == peak
     torch.testing.assert_close(model.weight.grad, gradient, rtol=2**-7, atol=1e-5)
-    measure.timing({"step": step}, rounds=1)
-    assert len(asked) == 2, "times are of torch's own kernels"
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        assert model(texts).dtype == torch.bfloat16 and len(asked) == 3
 
 
-def test_compiled_code_multiplies_so_too(asked):
+def test_graphs_that_torch_runs_multiply_so_too(asked):
     @torch.compile(backend="aot_eager")
     def product(left, right):
         return (left @ right).relu()

@@ -82,7 +82,7 @@ def test_classes_slugs_and_presets():
     ("here", "words"),
     [
         (CPU, "^No GPU[^.]*[.]$"),
-        (dataclasses.replace(CPU, bf16_time=57.3), "No GPU.*emulates bf16, in 57 times fp32's time"),
+        (dataclasses.replace(CPU, bf16_time=57.3), "No GPU.*emulates bf16: a matrix product takes 57 times as long"),
         (T4, "No bf16"),
         (P100, r"no kernels.*P100.*sm_60.*Kaggle choose GPU T4 x2"),
     ],

@@ -7,8 +7,8 @@ from functools import partial
 import torch
 
 aten = torch.ops.aten
-# Of a CPU that emulates bf16, as those without AVX-512 do: in up to 90 times fp32's time (torch 2.10 to 2.13). Its own
-# kernels add up in fp32, too, and round once: only the order of the sums is another.
+# Where a CPU emulates bf16, as one without AVX-512 does, matrix products of halves take up to 90 times as long as in
+# fp32 (torch 2.10 to 2.13). Computed in fp32 and rounded, they differ in the order of the sums.
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 _replaced = []  # the library whose kernels multiply now, if not torch's
 # CUDA allocates their results in this order, which decides where a caching allocator puts them.
@@ -42,16 +42,20 @@ def accumulates_in_place(func, args) -> bool:
 
 
 def multiply_in_fp32():
-    """From here on a CPU computes products of halves in fp32 and rounds them, as hardware does; fp32's are torch's."""
+    """From here on matrix products of halves on a CPU are computed in fp32 and rounded, as hardware does.
+
+    Other products are torch's, and so are attention's fused kernel and the code of a compiler. For one thread: a
+    product holds Python's lock.
+    """
     if _replaced:
         return
-    library, rounded = torch.library.Library("aten", "IMPL"), torch.compiler.disable(_rounded)
+    _replaced.append(library := torch.library.Library("aten", "IMPL"))
+    rounded = torch.compiler.disable(_rounded)  # Dynamo takes it for the program's own Python
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")  # that a kernel is replaced
         for name in PRODUCTS:
             kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
             library.impl(name, partial(rounded, kernel), "CPU", with_keyset=True)
-    _replaced.append(library)
 
 
 @contextmanager
@@ -74,5 +78,6 @@ def _restore():
 
 def _rounded(kernel, keys, *factors, **options):
     kind = factors[-1].dtype
-    wide = [factor.float() for factor in factors] if kind in (torch.bfloat16, torch.float16) else factors
-    return kernel.call_boxed(keys, *wide, **options).to(kind)
+    if kind in (torch.bfloat16, torch.float16) and all(factor.dtype == kind for factor in factors):
+        factors = [factor.float() for factor in factors]
+    return kernel.call_boxed(keys, *factors, **options).to(kind)

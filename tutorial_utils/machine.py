@@ -108,7 +108,8 @@ def facts() -> Machine:
 def start(network: bool = False) -> Machine:
     """Open a lesson: check the versions, add what is missing, show the machine.
 
-    What is missing comes from the kit, or with `network` from the package index. Nothing that is there is replaced.
+    What is missing comes from the kit, or with `network` from the package index. No package that is there is replaced;
+    where the CPU emulates bf16, its matrix products of halves are from here on `kernels.multiply_in_fp32`'s.
     RuntimeError where Python, torch or transformers is too old.
     """
     packages.may_install = network
@@ -159,8 +160,8 @@ def limits(here: Machine) -> list[str]:
         f"This build of torch has no kernels for this GPU, {here.name} (sm_{major}{minor}), and the lessons run on "
         f"the CPU: {ACCELERATORS}.": not here.kernels,
         "No GPU: lessons run at a small size, and predict the real sizes.": here.kernels and here.device == "cpu",
-        f"This CPU emulates bf16, in {here.bf16_time:.0f} times fp32's time. Here its products are computed in fp32 "
-        "and rounded; times are of torch's own.": emulates(here),
+        f"This CPU emulates bf16: a matrix product takes {here.bf16_time:.0f} times as long as in fp32. So this "
+        "notebook computes those of halves in fp32 and rounds them; times are of torch's own kernels.": emulates(here),
         "No times on a virtual GPU: the seconds that are shown are this computer's.": here.virtual,
         "No bf16 in hardware: use fp16 with a GradScaler.": not here.bf16,
     }
