@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PLATFORMS, ENVIRONMENTS = ROOT / "platforms", ROOT / ".platforms"
 TESTS = {
     "copied cells": ["tests/test_copy_cells.py", "tests/lessons"],
-    "measuring": ["tests/test_measure.py", "tests/test_times.py"],
+    "measuring": ["tests/test_measure.py", "tests/test_times.py", "tests/test_kernels.py"],
     "predicting": ["tests/test_predict.py"],
 }
 ADDED = ("bitsandbytes", "deepspeed")  # what lessons add where it is missing
