@@ -7,8 +7,8 @@ from functools import partial
 import torch
 
 aten = torch.ops.aten
-# Where a CPU emulates bf16, as one without AVX-512 does, matrix products of halves take up to 90 times as long as in
-# fp32 (torch 2.10 to 2.13). Computed in fp32 and rounded, they differ in the order of the sums.
+# Where a CPU emulates bf16, matrix products of halves take many times as long as in fp32: with AVX2 alone some 60 times,
+# by machine._bf16_time with torch 2.10 and 2.13. Computed in fp32 and rounded, they differ in the order of the sums.
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 _replaced = []  # the library whose kernels multiply now, if not torch's
 # CUDA allocates their results in this order, which decides where a caching allocator puts them.
