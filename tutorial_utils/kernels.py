@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 aten = torch.ops.aten
-# Where a CPU emulates bf16, matrix products of halves take many times as long as in fp32: with AVX2 alone some 60 times,
+# Where a CPU emulates bf16, matrix products of halves take far longer than in fp32: with AVX2 alone some 60 times,
 # by machine._bf16_time with torch 2.10 and 2.13. Computed in fp32 and rounded, they differ in the order of the sums.
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 _replaced = []  # the library whose kernels multiply now, if not torch's
