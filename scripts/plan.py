@@ -79,6 +79,7 @@ def script(option: planner.Option, *, model: str, card: str, length: int, effect
     has |= {"checkpointing"} if choices.get("checkpointing") else set()
     has |= set() if recipe.whole else {"lora"}
     has |= {"decoder" if recipe.decoder else "encoder"} | ({"4bit"} if recipe.adapters == "4 bits" else set())
+    has |= {models.config(model).model_type}
 
     def holds(condition):
         return not condition or (condition[1:] not in has if condition[0] == "!" else condition in has)

@@ -28,6 +28,7 @@ TESTS = {
     "copied cells": ["tests/test_copy_cells.py", "tests/lessons"],
     "measuring": ["tests/test_measure.py", "tests/test_times.py", "tests/test_kernels.py"],
     "predicting": ["tests/test_predict.py"],
+    "written scripts": ["tests/test_plan.py", "tests/test_recipe.py"],
 }
 ADDED = ("bitsandbytes", "deepspeed")  # what lessons add where it is missing
 RUNNERS = ("pytest", "nbclient", "nbformat")  # what runs lessons and tests, where a platform has it not

@@ -126,6 +126,18 @@ def proof_fails(lesson: "Lesson", old: str, new: str):
     raise AssertionError(f"{lesson.name}: with {new!r} in place of {old!r} the proof still holds")
 
 
+def answer_to_exercise(lesson: "Lesson", *changes: tuple[str, str]) -> str:
+    """What the exercise says of its own solution, changed: (what is replaced, by what)."""
+    needed, namespace = [*lesson.needed_for("exercise"), *lesson.needed_for("solution")], {}
+    for cell in (cell for cell in lesson.code if cell in needed[:-1]):
+        run(source(cell), namespace)
+    code = source(needed[-1])
+    for old, new in changes:
+        assert old in code, f"{lesson.name}'s solution has no {old!r}: change the wrong answer with it"
+        code = code.replace(old, new)
+    return run(code, namespace)
+
+
 def run(code: str, namespace: dict) -> str:
     """What the code printed."""
     output = io.StringIO()

@@ -78,6 +78,26 @@ def folder(tmp_path, recipe):
     return tmp_path
 
 
+def test_what_is_not_installed_keeps_no_other_recipe_back(monkeypatch):
+    """Kaggle and Colab have no bitsandbytes."""
+    for package in ("bitsandbytes", "peft"):
+        monkeypatch.setitem(sys.modules, package, None)
+    against = {option.recipe.name: option.why for option in planner.plan(**ASKED)}
+    assert against["fp16, 8-bit AdamW"] == "needs bitsandbytes" and against["LoRA, fp16"] == "needs peft"
+    assert not against["fp16, AdamW"]
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-decoder"])
+def test_an_old_torchao_which_peft_refuses_is_hidden(name, monkeypatch):
+    """Kaggle and Colab have one; the command opens no lesson, which would hide it."""
+    pytest.importorskip("peft")
+    hidden = []
+    monkeypatch.setattr("tutorial_utils.packages.hide_old_torchao", lambda: hidden.append(1))
+    recipe = next(one for one in planner.recipes("fp16", models.head_share(name)) if one.adapters)
+    planner.predicted([recipe], name, 1, 16, "T4")
+    assert hidden
+
+
 def test_the_least_work_first_and_what_was_not_asked_for_says_so():
     options = planner.plan(**ASKED, whole=True, no_new_dependency=True)
     fitting = [one for one in options if not one.why]
@@ -352,8 +372,8 @@ def test_a_script_learns_and_goes_on_to_the_same_weights(recipe, folder, capsys,
     pandas.testing.assert_frame_equal(found, expected, rtol=1e-6)
 
 
-def small_run(recipe, folder):
-    made = loaded(recipe, folder, epochs=1, output=folder / "a new one" / "out.csv")
+def small_run(recipe, folder, **settings):
+    made = loaded(recipe, folder, epochs=1, output=folder / "a new one" / "out.csv", **settings)
     made["main"]()
     return pandas.read_csv(folder / "a new one" / "out.csv", keep_default_na=False)
 
@@ -379,6 +399,40 @@ def test_what_a_folder_holds_is_of_these_data_and_settings(recipe, folder, monke
     turned = small_run(recipe, folder)
     assert trained() == 0, "a hidden test is no reason to train anew"
     pandas.testing.assert_frame_equal(turned[::-1].reset_index(drop=True), first, rtol=1e-3)
+    elsewhere = models.HERE["tiny-decoder" if recipe.decoder else "tiny"]
+    shutil.copytree(elsewhere, folder / "attached" / elsewhere.name)
+    small_run(recipe, folder, model=str(folder / "attached" / elsewhere.name))
+    assert trained() == 0, "the same model in another place is no reason to train anew"
+
+
+@pytest.mark.parametrize("recipe", [of("fp32, AdamW")], ids=["encoder"])
+def test_the_place_of_the_settings_in_the_file_is_none_of_them(recipe, folder):
+    """Python 3.13 keeps the line of a class among its values."""
+    made, runs = loaded(recipe, folder, epochs=0), []
+    for line in (40, 41):
+        made["CFG"].__firstlineno__ = line
+        with pytest.raises(AssertionError, match="CFG.epochs=0: 1 or more"):
+            made["main"]()
+        runs.append(made["CFG"].run)
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("recipe", [of("fp32, AdamW"), of("fp32, AdamW", True)], ids=["encoder", "decoder"])
+def test_weights_of_another_model_are_not_loaded_as_nothing(recipe, folder):
+    """As after an edit of make_model: where no name agrees, the model would stay untrained, without a word."""
+    small_run(recipe, folder)
+    made = loaded(recipe, folder, epochs=1)
+    own = made["make_model"]
+    made["make_model"] = lambda *given: torch.nn.ModuleDict({"backbone": own(*given)})
+    with pytest.raises(AssertionError, match="which this model lacks: remove .*work"):
+        made["main"]()
+
+
+def test_t5_gets_texts_without_its_end():
+    """It refuses a batch in which they have different numbers of them."""
+    option = planner.Option(of("fp16, AdamW"), 8, predict.Prediction(0, {}, [], [], card_bytes=2**30))
+    of_t5, of_bert = (plan.script(option, **ASKED | {"model": name}) for name in ("t5-base", "bert-base-uncased"))
+    assert 'str.replace("</s>", " ")' in of_t5 and "</s>" not in of_bert
 
 
 @pytest.mark.parametrize("recipe", [of("fp32, AdamW"), of("fp32, AdamW", True)], ids=["encoder", "decoder"])

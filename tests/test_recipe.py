@@ -120,3 +120,14 @@ def test_batches_of_like_lengths_have_each_text_once_and_little_padding(script):
     padded = sum(len(rows) * lengths[rows].max() for rows in first)
     at_random = sum(8 * lengths[i : i + 8].max() for i in range(0, 2000, 8))
     assert padded < 0.6 * at_random
+
+
+def test_a_row_without_a_target_is_left_out(script, tmp_path):
+    """One NaN makes the gradients of its step NaN, and the scaler skips it: nothing would be learned."""
+    for name in ("train", "test"):
+        frame = script["pd"].read_csv(f"{script['CFG'].data}/{name}.csv").head(24)
+        if name == "train":
+            frame.loc[3, script["CFG"].targets[0]] = float("nan")
+        frame.to_csv(tmp_path / f"{name}.csv", index=False)
+    script["CFG"].data, script["CFG"].epochs, script["CFG"].folds = tmp_path, 1, 2
+    assert script["main"]().notna().all(axis=None)

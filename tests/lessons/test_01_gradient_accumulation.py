@@ -5,7 +5,7 @@ from stranger import Ratings, regressor
 from strangers import competition, same_weights
 from torch.utils.data import DataLoader
 
-from notebooks import copied, lesson, proof_fails
+from notebooks import answer_to_exercise, copied, lesson, proof_fails
 from tutorial_utils import measure
 
 LESSON = lesson("01")
@@ -269,3 +269,14 @@ def tokens(batch):
     assert same_weights(before, after, start)
     assert not same_weights(before, means, start), "the mean of means is another gradient"
     assert "perplexity" in capsys.readouterr().out
+
+
+def test_the_exercise_refuses_one_backward_pass_for_a_window():
+    """It keeps the activations of all its micro-batches: the memory of the large batch."""
+    said = answer_to_exercise(
+        LESSON,
+        ("(loss_of(model, batch) * rows(batch)).backward()",
+         "total = (total if seen else 0.0) + loss_of(model, batch) * rows(batch)"),
+        ("            for parameter in", "            total.backward()\n            for parameter in"),
+    )  # fmt: skip
+    assert "not yet: 3 steps of 3, weights" in said and "peak" in said

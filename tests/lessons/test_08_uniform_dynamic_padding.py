@@ -139,6 +139,18 @@ def each_epoch(*given):
     return namespace["EachEpoch"](*given)
 
 
+def test_each_epoch_has_batches_of_its_own_with_workers_that_stay():
+    """A loader with workers asks its batch sampler twice before the first epoch; Accelerate says which epoch it is."""
+    lengths = Reviews(30).lengths
+    for told in (True, False):
+        batches = each_epoch(lengths, 4)
+        loader = DataLoader(range(30), batch_sampler=batches, num_workers=1, persistent_workers=True)
+        for epoch in range(3):
+            if told:
+                batches.set_epoch(epoch)
+            assert [batch.tolist() for batch in loader] == length_batches(lengths, 4, seed=epoch), (told, epoch)
+
+
 @pytest.mark.parametrize("count", [30, 34, 61])
 def test_two_processes_share_all_rows(count):
     """Accelerate's shards, in epochs where the short batch comes anywhere."""

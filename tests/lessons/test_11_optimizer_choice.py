@@ -298,7 +298,7 @@ def test_in_a_strangers_classifier(stranger_files, capsys):
         "classifier",
         "torch.optim.AdamW(model.parameters(), lr=5e-4)",
         'build_optimizer("adamw", model.parameters(), lr=5e-4)',
-        'build_optimizer("adafactor", decay_groups(model), lr=2e-4)',
+        'build_optimizer("adafactor", decay_groups(model), lr=5e-4)',
     )
     before, after, other = (script.main(arguments) for script in (plain, same, small))
     one, two, three = capsys.readouterr().out.splitlines()
@@ -327,12 +327,10 @@ def test_in_a_strangers_competition_script(stranger_files, monkeypatch, apex):
     )
     for script in (plain, same, small):
         script.CFG.apex = apex
-    small.CFG.encoder_lr, small.CFG.head_lr = 0.4 * 2e-4, 0.4 * 1e-3
     (before, submission), (after, submitted), (_, other) = (script.main() for script in (plain, same, small))
     for key in ("initial_lr", "lr", "weight_decay"):
         of_plain, of_same, of_small = ([g[key] for g in s.made[0].param_groups] for s in (plain, same, small))
-        assert of_same == of_plain
-        assert of_small == pytest.approx(of_plain if key == "weight_decay" else [0.4 * rate for rate in of_plain])
+        assert of_same == of_plain == of_small
     assert held(same.made[0]) == held(plain.made[0]) > 10 * held(small.made[0])
     torch.manual_seed(42)
     if not apex:  # which rounds to bf16
@@ -349,7 +347,7 @@ def test_in_a_strangers_decoder(stranger_files, capsys):
         "decoder",
         "torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)",
         'build_optimizer("adamw", model.parameters(), lr=LR, weight_decay=0.1)',
-        'build_optimizer("adafactor", decay_groups(model, 0.1), lr=0.4 * LR)',
+        'build_optimizer("adafactor", decay_groups(model, 0.1), lr=LR)',
     )
     files = [stranger_files / name for name in ("llama", "bert", "train.jsonl", "valid.jsonl")]
     before, after, _ = (script.main(*files) for script in (plain, same, small))

@@ -102,6 +102,19 @@ def test_a_model_that_cannot_be_switched_stays_as_it_was():
     assert torch.equal(model(torch.arange(5, 25)[None]).last_hidden_state, before)
 
 
+def test_scores_that_are_capped_stay_eager():
+    """Gemma 2's. Versions of transformers let it take SDPA, which drops the cap without a word."""
+    from transformers import Gemma2Config, Gemma2Model
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    capped = dict(intermediate_size=32, vocab_size=50, attn_logit_softcapping=0.1, query_pre_attn_scalar=16)
+    model = Gemma2Model._from_config(Gemma2Config(**sizes, **capped), attn_implementation="eager").eval()
+    before = model(torch.arange(5, 25)[None]).last_hidden_state
+    COPIED["lean_attention"](model)
+    assert torch.equal(model(torch.arange(5, 25)[None]).last_hidden_state, before)
+
+
 def small_deberta():
     torch.manual_seed(0)
     sizes = dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=32, vocab_size=50)

@@ -11,7 +11,7 @@ from stranger import Ratings, regressor
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
-from notebooks import copied, lesson, proof_fails, run, source
+from notebooks import answer_to_exercise, copied, lesson, proof_fails, run, source
 
 LESSON = lesson("14")
 COPIED = copied(LESSON)
@@ -148,6 +148,20 @@ def test_frozen_layers_of_three_kinds_pass_the_limit_of_graphs(limit, whole):
                     model.eval()(input_ids=text, attention_mask=given)
                     model(input_ids=text[:1], attention_mask=None if given is None else given[:1])
     torch._dynamo.reset()
+
+
+def test_a_replica_runs_the_first_gpus_layer():
+    """Two GPUs imitated: nn.DataParallel's copy of a compiled layer calls the layer that it was made of."""
+    layer = torch.nn.Linear(4, 4)
+    layer.compile(backend="eager")
+    replica = layer._replicate_for_data_parallel()
+    replica.weight = replica.bias = None  # its own, which it would need
+    assert torch.equal(replica(torch.ones(4)), layer(torch.ones(4)))
+
+
+def test_the_exercise_refuses_a_guard_that_lets_negative_values_through():
+    said = answer_to_exercise(LESSON, ("x.abs().max() > 100, x / 2", "x.max() > 100, x / 2"))
+    assert "not yet: the same results" in said
 
 
 def test_what_is_not_compiled_is_not_called_compiled():

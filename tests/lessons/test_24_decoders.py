@@ -4,7 +4,7 @@ import torch
 from stranger import Ratings
 from transformers import BatchEncoding
 
-from notebooks import copied, lesson, proof_fails, run
+from notebooks import copied, lesson, proof_fails, run, source
 from tutorial_utils import bounds, measure, models
 
 LESSON = lesson("24")
@@ -126,6 +126,38 @@ def test_under_accelerate_half_precision_is_asked_for():
         chunked_loss(model, batch_of())
     AcceleratorState._reset_state(True)
     assert types == [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["as the page has it", "without autocast"])
+def test_in_a_trainer_half_precision_is_asked_for(asked, tmp_path):
+    """The Trainer leaves autocast to Accelerate, in every version."""
+    from accelerate.state import AcceleratorState
+    from transformers import TrainingArguments
+
+    cell = source(next(cell for cell in LESSON.code if "class ChunkedTrainer" in source(cell)))
+    namespace, kept = dict(COPIED), "with self.accelerator.autocast():"
+    assert kept in cell
+    run(cell.split("def with_trainer")[0].replace(kept, kept if asked else "if True:"), namespace)
+    model, types = stranger(), []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *call: types.append(call[-1].dtype))
+    rows = [{name: tensor[0] for name, tensor in batch_of(1).items()}]
+    how = dict(output_dir=tmp_path, max_steps=1, bf16=True, use_cpu=True, report_to="none", save_strategy="no")
+    AcceleratorState._reset_state(True)
+    namespace["ChunkedTrainer"](model, TrainingArguments(**how, disable_tqdm=True), train_dataset=rows).train()
+    AcceleratorState._reset_state(True)
+    assert types == [torch.bfloat16 if asked else torch.float32]
+
+
+def test_of_a_long_prompt_the_end_is_kept():
+    namespace = {}
+    for cell in LESSON.needed_for("labels"):
+        run(source(cell), namespace)
+    tokenizer, words = namespace["tokenizer"], " ".join(f"a{n}" for n in range(60))
+    row = namespace["encoded"]({"prompt": words, "completion": "the answer"}, 32)
+    whole = tokenizer(words, add_special_tokens=False).input_ids
+    answer = [*tokenizer("the answer", add_special_tokens=False).input_ids, tokenizer.sep_token_id]
+    assert row["input_ids"] == [tokenizer.cls_token_id, *whole[-15:], *answer]
+    assert row["labels"] == [-100] * 16 + answer
 
 
 @pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}], ids=["head frozen", "head saved"])

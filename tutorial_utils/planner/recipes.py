@@ -115,7 +115,7 @@ def _built(name: str, recipe: Recipe, changes: dict):
     if recipe.whole:
         return network
     # As lesson 15 does it: adapters of rank 8, and a whole head.
-    targets = "all-linear" if recipe.decoder else predict.lora_targets(settings.model_type)
+    targets = (predict.lora_targets(settings.model_type), "all-linear")[recipe.decoder]  # it hides an old torchao, too
     from peft import LoraConfig, get_peft_model
 
     old = {network, network.get_output_embeddings(), *network.base_model.modules()}

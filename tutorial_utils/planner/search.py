@@ -3,6 +3,7 @@
 The memory of each is predicted, for the largest micro-batch that fits.
 """
 
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -50,7 +51,7 @@ def plan(
     model: a name of facts/models.toml. card: a GPU of facts/gpus.toml, or a size such as "6 GiB".
     length: tokens of the longest text; effective_batch: texts of one optimizer step.
     whole: all parameters are trained. exact: the plain loop's step, but for rounding in fp32. no_new_dependency: no
-    package that the course does without. each: a `map`, for example of several processes.
+    package that the course does without; else none that is not installed. each: a `map`, for example of processes.
     """
     accept(
         type(effective_batch) is int and 1 <= effective_batch <= 4096, "effective_batch", effective_batch, "1 to 4096"
@@ -60,9 +61,10 @@ def plan(
     gpu, step = machine.gpu(card), dict(model=model, length=length, card=card)
     options, alike = {}, {}  # alike: but for the optimizer
     for recipe in recipes(_half(gpu), models.head_share(model)):
+        lacks = [name for name in recipe.needs if no_new_dependency or not importlib.util.find_spec(name)]
         reasons = {"trains adapters, not all parameters": whole and not recipe.whole,
                    "takes another step than the plain loop": exact and not recipe.exact,
-                   f"needs {' and '.join(recipe.needs)}": no_new_dependency and recipe.needs}  # fmt: skip
+                   f"needs {' and '.join(lacks)}": lacks}  # fmt: skip
         against = [reason for reason, holds in reasons.items() if holds]
         options[recipe.name] = Option(recipe, why="; ".join(against))
         if not against:
