@@ -74,6 +74,7 @@ def run_lesson(
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
         report, executed, wrong = Path(own, "report.json"), Path(own, "executed.ipynb"), Path(own, "error.txt")
         environment = {**os.environ, "COURSE_REPORT": str(report)}
+        environment.pop("COURSE_PROCESS", None)  # the runner's: a lesson beside this one is no part of it
         if folder is None:
             paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
             environment["PYTHONPATH"] = os.pathsep.join(paths)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def test_classes_slugs_and_presets():
     ("here", "words"),
     [
         (CPU, "^No GPU[^.]*[.]$"),
-        (dataclasses.replace(CPU, bf16_time=57.3), "No GPU.*emulates bf16: a matrix product takes 57 times as long"),
+        (dataclasses.replace(CPU, bf16_time=57.3), "No GPU.*emulates bf16, 57 times slower than fp32"),
         (T4, "No bf16"),
         (P100, r"no kernels.*P100.*sm_60.*Kaggle choose GPU T4 x2"),
     ],
@@ -218,7 +219,54 @@ def test_of_two_gpus_one_is_used_and_the_lesson_says_so(monkeypatch, capsys):
         machine.os.environ |= {"CUDA_VISIBLE_DEVICES": given} if given else {}
         machine.start()
         assert machine.os.environ["CUDA_VISIBLE_DEVICES"] == chosen
-    assert "2 GPUs are here; a lesson uses the first" in capsys.readouterr().out
+    assert "2 GPUs are here; a lesson uses the first.\n" in capsys.readouterr().out
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    machine.start()
+    assert "CUDA is open already: restart the kernel" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"), [("max 100000", 8), ("150000 100000", 2), ("3200000 100000", 8), (None, 8)]
+)
+def test_cores_are_those_of_the_containers_quota(monkeypatch, tmp_path, quota, cores):
+    file = tmp_path / "cpu.max"
+    if quota:
+        file.write_text(quota + "\n")
+    monkeypatch.setattr(machine, "QUOTA", file)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: range(8), raising=False)
+    assert machine._cores() == cores
+
+
+def test_no_more_threads_than_cores():
+    import torch
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        machine._not_more_threads_than(4)
+        assert torch.get_num_threads() == 3
+        machine._not_more_threads_than(2)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_main_memory_where_the_system_has_no_sysconf(monkeypatch):
+    """Windows has none."""
+    expected = machine._main_memory()
+    monkeypatch.delattr(machine.os, "sysconf")
+    assert machine._main_memory() == pytest.approx(expected, rel=0.01)
+
+
+def test_a_package_that_is_there_twice_is_held_once(monkeypatch):
+    """Colab has Debian's MarkupSafe behind its own: two constraints of one name are met by no version."""
+
+    def one(name, version):
+        return SimpleNamespace(metadata={"Name": name}, version=version)
+
+    twice = [one("MarkupSafe", "3.0.3"), one("zope.interface", "1"), one("markupsafe", "2.0.1"), one(None, "1")]
+    monkeypatch.setattr(packages.importlib.metadata, "distributions", lambda: twice)
+    assert packages._installed() == ["MarkupSafe==3.0.3", "zope.interface==1"]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,64 @@ def training(name="bert-base-uncased", attention=None, optimizer=torch.optim.Ada
     return (lambda: train(model, optimizer, batch)), model, optimizer, batch
 
 
+def test_a_first_step_that_a_scaler_skips_is_made_again():
+    """Else the measured step has no optimizer state yet, and takes 8 bytes a parameter too little."""
+    _, model, adamw, batch = training()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)  # of fp32's largest: the first gradients are infinite
+
+    def step():
+        scaler.scale(100 * model(**batch).loss).backward()
+        scaler.step(adamw)
+        scaler.update()
+        adamw.zero_grad()
+
+    report = measure.memory(step, model, adamw, batch)
+    assert report.parts["optimizer state"] >= 8 * sum(p.numel() for p in model.parameters())
+
+
+def test_an_optimizer_that_accelerate_prepared_is_measured():
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    step, model, adamw, batch = training()
+    expected = measure.memory(step, model, adamw, batch)
+    prepared = Accelerator(cpu=True).prepare(adamw)
+    AcceleratorState._reset_state(True)
+    assert not hasattr(prepared, "_optimizer_step_pre_hooks")
+    assert measure.memory(step, model, prepared, batch).parts == expected.parts
+
+
+def test_an_optimizer_without_hooks_leaves_none_of_the_trackers():
+    class Own(torch.optim.SGD):
+        register_step_pre_hook = None
+
+    step, model, _, _ = training()
+    with pytest.raises(TypeError):
+        measure.memory(step, model, Own(model.parameters(), lr=0.1))
+    hooks = torch.nn.modules.module
+    assert not hooks._global_forward_pre_hooks and not hooks._global_forward_hooks
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_an_addition_that_a_checkpoint_computes_again_stays_one():
+    """Below autograd, writing into its argument would change what the second run still needs."""
+    layer, rows = torch.nn.Linear(4, 4), torch.arange(3)
+
+    def twice_added(x):
+        added = x.index_add(0, rows, layer(x))
+        return added.index_add(0, rows, x).square().sum()
+
+    def gradient():
+        layer.zero_grad()
+        torch.utils.checkpoint.checkpoint(twice_added, start, use_reentrant=False).backward()
+        return layer.weight.grad.clone()
+
+    start, found = torch.ones(3, 4, requires_grad=True), []
+    expected = gradient()
+    measure.memory(lambda: found.append(gradient()), layer)
+    assert torch.equal(found[0], expected) and torch.equal(start, torch.ones(3, 4))
+
+
 def test_roles_are_the_formula_to_the_byte():
     step, model, optimizer, batch = training()
     report = measure.memory(step, model, optimizer, batch)

@@ -103,8 +103,10 @@ def test_a_round_is_disturbed_where_others_took_the_processors_it_waited_for():
     assert not times._disturbed(quiet, now(1.0, 0.01, 0.9), 1.0), "others were there, and took nothing from it"
     assert not times._disturbed(quiet, now(1.0, 0.5, 0.0), 1.0), "its own threads and children wait for each other"
     unknown = now(0.0, None, 0.0)  # a system that does not tell who waited
-    assert times._disturbed(unknown, now(1.0, None, 5.0), 1.0)
-    assert not times._disturbed(unknown, now(1.0, None, 0.01), 1.0)
+    cores = os.cpu_count()
+    assert times._disturbed(unknown, now(0.6 * cores, None, 0.4 * cores), 1.0)
+    assert not times._disturbed(unknown, now(0.99 * cores, None, 0.01 * cores), 1.0)
+    assert not times._disturbed(unknown, now(0.4 * cores, None, 0.4 * cores), 1.0), "processors were left"
 
 
 def test_results_are_of_the_rounds_that_count(monkeypatch):

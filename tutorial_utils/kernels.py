@@ -32,7 +32,7 @@ def accumulates_in_place(func, args) -> bool:
     autograd/input_buffer.cpp. An operation's own first argument counts 4: in the buffer, on its way here, and twice
     in Python.
     """
-    if func is not aten.add.Tensor or len(args) != 2 or torch.is_grad_enabled():
+    if func is not aten.add.Tensor or len(args) != 2:
         return False
     before, more = args
     if not (isinstance(before, torch.Tensor) and isinstance(more, torch.Tensor) and before.shape == more.shape):

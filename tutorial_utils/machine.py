@@ -6,6 +6,7 @@ import importlib.util
 import json
 import locale
 import logging
+import math
 import os
 import platform
 import re
@@ -29,6 +30,7 @@ NEEDED = ("datasets", "accelerate", "matplotlib")  # beside torch and transforme
 OWN = f"said by {os.getpid()}"  # by which a process knows its own COURSE_BUSY
 LARGE = 14 * GiB  # of a GPU on which lessons train BERT-large
 SLOW, EMULATED = 0.7, 3  # times of bf16 on a CPU, to fp32's, between the classes of `Machine.backend`
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container's processors, as the Linux kernel tells it
 FEW_CORES = 4  # Kaggle's and Colab's, and those of the machines that recorded "cpu"
 ACCELERATORS = (
     "on Kaggle choose GPU T4 x2 under Settings, Accelerator; on Colab a T4 under Runtime, Change runtime type"
@@ -91,7 +93,7 @@ def facts() -> Machine:
 
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     versions["transformers"] = importlib.metadata.version("transformers")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = _cores()
     if not torch.cuda.is_available():
         return Machine("CPU", "cpu", _main_memory(), cores, None, True, True, versions, _bf16_time())
     properties = torch.cuda.get_device_properties(0)
@@ -119,25 +121,33 @@ def start(network: bool = False) -> Machine:
         raise RuntimeError("no folder for temporary files has room: free some space, or name one in TMPDIR") from None
     _give_way()
     _read_utf_8()
-    count = _one_gpu()
+    gpus_said = _one_gpu()
     packages.hide_old_torchao()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of an old GPU that torch has no kernels for: said below
         here = facts()
     _check_versions(here.versions)
     versions = ", ".join(f"{name} {version}" for name, version in here.versions.items())
-    print(f"{here.name}, {here.memory / GiB:.0f} GiB, {here.cores} cores; {versions}", *limits(here), sep="\n")
-    if count > 1:
-        print(f"{count} GPUs are here; a lesson uses the first.")
+    said = [*limits(here), *gpus_said]
+    print(f"{here.name}, {here.memory / GiB:.0f} GiB, {here.cores} cores; {versions}", *said, sep="\n")
     for name in NEEDED:
         packages.need(name, "the cells that use it")
     _quiet(here)
+    _not_more_threads_than(here.cores)
     if emulates(here):
         from . import kernels  # with torch, which is imported when `_give_way` has spoken
 
         kernels.multiply_in_fp32()
     gc.get_freeze_count() or gc.freeze()  # what was imported: else each of the collections that follow looks at it
     return here
+
+
+def _not_more_threads_than(cores: int):
+    """They would wait for each other, and spend a container's quota on that."""
+    import torch
+
+    if torch.get_num_threads() > cores:
+        torch.set_num_threads(cores)
 
 
 def _read_utf_8():
@@ -160,8 +170,8 @@ def limits(here: Machine) -> list[str]:
         f"This build of torch has no kernels for this GPU, {here.name} (sm_{major}{minor}), and the lessons run on "
         f"the CPU: {ACCELERATORS}.": not here.kernels,
         "No GPU: lessons run at a small size, and predict the real sizes.": here.kernels and here.device == "cpu",
-        f"This CPU emulates bf16: a matrix product takes {here.bf16_time:.0f} times as long as in fp32. So this "
-        "notebook computes those of halves in fp32 and rounds them; times are of torch's own kernels.": emulates(here),
+        f"This CPU emulates bf16, {here.bf16_time:.0f} times slower than fp32. "
+        "Products of halves are computed in fp32 and rounded, except for times.": emulates(here),
         "No times on a virtual GPU: the seconds that are shown are this computer's.": here.virtual,
         "No bf16 in hardware: use fp16 with a GradScaler.": not here.bf16,
     }
@@ -303,7 +313,7 @@ def _check_versions(versions: dict[str, str]):
         if places(versions[name]) < places(oldest):
             advice = {
                 "python": "use a newer image or environment",
-                "torch": "choose a newer image of the platform: this course does not replace its torch",
+                "torch": "choose a newer image, or a GPU in place of a TPU: this course does not replace its torch",
                 "transformers": 'run  !pip install "transformers>=5.0"  (offline: see README) and restart the kernel',
             }[name]
             raise RuntimeError(f"{name} is {versions[name]}; the lessons need {oldest} or newer: {advice}")
@@ -332,13 +342,16 @@ def _give_way():
             print("Something else uses this machine: times are shown and not judged.")
 
 
-def _one_gpu() -> int:
-    """How many GPUs are here, of which one is used: of several, the Trainer would split each batch."""
+def _one_gpu() -> list[str]:
+    """Of several, the Trainer would split each batch, and `measure.memory` sees one: what to say, where there are."""
     import torch
 
     count = torch.cuda.device_count()  # does not open CUDA, which would fix the choice
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    return count
+    if count < 2:
+        return []
+    late = ", but CUDA is open already: restart the kernel, and run this cell first" * torch.cuda.is_initialized()
+    return [f"{count} GPUs are here; a lesson uses the first{late}."]
 
 
 def _quiet(here: Machine):
@@ -378,5 +391,19 @@ def _bf16_time() -> float:
     return half / whole
 
 
+def _cores() -> int:
+    """Those that this process may use: of its affinity, and of its container's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # no cgroup, or "max"
+        quota, period = map(int, QUOTA.read_text(encoding="utf-8").split())
+        return min(cores, math.ceil(quota / period))
+    return cores
+
+
 def _main_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError):  # Windows has no such call
+        import psutil
+
+        return psutil.virtual_memory().total

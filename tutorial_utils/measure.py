@@ -28,6 +28,7 @@ from .times import Figure, Timing, timing
 __all__ = ["Figure", "Memory", "Timing", "Tracker", "memory", "timing"]
 
 MiB, GiB = 2**20, 2**30
+MOST_SKIPPED = 20  # steps: from 65,536 a scale has then come below 1
 ROLES = ("weights", "gradients", "optimizer state", "inputs", "activations", "temporary")
 
 # Autograd fills a tensor of zeros in place, and takes a copy only when a dispatch mode looks on.
@@ -81,7 +82,7 @@ def interrupted_later():
 
 @interrupted_later()
 def memory(step: Callable[[], object], model, optimizer=None, inputs=(), card: int | None = None) -> Memory:
-    """Measure one run of `step`, after one that does not count where the optimizer has no state yet.
+    """Measure one run of `step`, after one that does not count, or more, where the optimizer has no state yet.
 
     inputs: the batch, or any nesting of tensors. card: a limit on tensor memory in bytes; the operation that
     would pass it raises torch.OutOfMemoryError, as on a card of that size. ValueError for a compiled model, and for
@@ -92,11 +93,11 @@ def memory(step: Callable[[], object], model, optimizer=None, inputs=(), card: i
     accept(trained, "model", model, "a torch.nn.Module with parameters")
     keeps = optimizer is None or isinstance(getattr(optimizer, "state", None), collections.abc.Mapping)
     accept(keeps, "optimizer", optimizer, "an optimizer of torch's kind, or None")
-    device = next(model.parameters()).device
+    device, optimizer = next(model.parameters()).device, getattr(optimizer, "optimizer", optimizer)  # in Accelerate's
     first = Tracker(model, optimizer, inputs, card)  # refuses what it cannot follow
     if optimizer is not None and not optimizer.state:
         with first if card else nullcontext():
-            step()
+            _first_step(step, optimizer)
     if device.type != "cuda":
         with Tracker(model, optimizer, inputs, card) as tracker:
             step()
@@ -122,6 +123,14 @@ def memory(step: Callable[[], object], model, optimizer=None, inputs=(), card: i
     report.allocated = after["allocated_bytes.all.peak"]
     report.reserved = after["reserved_bytes.all.peak"]
     return report
+
+
+def _first_step(step, optimizer):
+    """One that is made: a GradScaler skips the first, whose gradients overflow, and leaves the optimizer no state."""
+    made = []
+    with optimizer.register_step_post_hook(lambda *_: made.append(True)):
+        for _ in itertools.takewhile(lambda _: not (made or optimizer.state), range(MOST_SKIPPED)):
+            step()
 
 
 def is_compiled(model) -> bool:
@@ -167,16 +176,17 @@ class Tracker(TorchDispatchMode):
         self._mark_state()
 
     def __enter__(self):
-        self._handles = [
+        self._handles = []
+        if self.optimizer is not None:  # first: one that knows no hooks leaves nothing behind
+            self._handles.append(self.optimizer.register_step_pre_hook(lambda *_: setattr(self, "_stepping", True)))
+            self._handles.append(self.optimizer.register_step_post_hook(self._step_ended))
+        self._handles += [
             p.register_post_accumulate_grad_hook(lambda p: self._mark(p.grad, "gradients", owner=self._owners[p]))
             for p in self.model.parameters()
             if p.requires_grad
         ]
         self._handles.append(register_module_forward_pre_hook(self._entered))
         self._handles.append(register_module_forward_hook(self._left, always_call=True))
-        if self.optimizer is not None:
-            self._handles.append(self.optimizer.register_step_pre_hook(lambda *_: setattr(self, "_stepping", True)))
-            self._handles.append(self.optimizer.register_step_post_hook(self._step_ended))
         self._saved = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self._saved.__enter__()
         self._recording = True
@@ -197,7 +207,7 @@ class Tracker(TorchDispatchMode):
         if func is DEVICE:
             return args[0].fake_device
         in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward:
+        if in_backward and not torch.is_grad_enabled():  # autograd's own, not what checkpointing computes again
             func = IN_PLACE.get(func, func)
             if self.held is not kernels.on_cpu and kernels.accumulates_in_place(func, args):
                 func = aten.add_.Tensor

@@ -107,9 +107,7 @@ def _install(package: str) -> bool:
         sources.append(("the network", ["--retries=1", "--timeout=10"]))
     for source, options in sources:
         with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as constraints:
-            for installed in importlib.metadata.distributions():
-                if installed.metadata["Name"]:
-                    print(f"{installed.metadata['Name']}=={installed.version}", file=constraints)
+            constraints.write("\n".join(_installed()))
             constraints.flush()
             pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
             command = [*pip, f"--constraint={constraints.name}", *options, package]
@@ -120,4 +118,14 @@ def _install(package: str) -> bool:
         if done.returncode == 0 and importlib.util.find_spec(package):
             print(f"{package} {importlib.metadata.version(package)}: installed from {source}")
             return True
+        print(f"{package} could not be installed from {source}:", *done.stderr.strip().splitlines()[-1:])
     return False
+
+
+def _installed() -> list[str]:
+    """name==version of each package, as it is imported: Colab has some twice, from Debian in other versions."""
+    found = {}
+    for one in importlib.metadata.distributions():  # in the order of sys.path
+        if name := one.metadata["Name"]:
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), f"{name}=={one.version}")
+    return list(found.values())

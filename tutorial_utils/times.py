@@ -201,6 +201,7 @@ def _disturbed(before: _Processors, after: _Processors, wall: float) -> bool:
     others = None if before.others is None else after.others - before.others
     if before.waited is None or after.waited is None:
         # Then the others' use has to tell: they took processors that are not idle for us. Without it nobody can.
-        return others is None or others > (1 - HAD) * max(used, wall) * (os.cpu_count() or 1)
+        full = others is not None and used + others > HAD * wall * (os.cpu_count() or 1)
+        return others is None or full and others > (1 - HAD) * max(used, wall)
     waited = max(0.0, after.waited - before.waited)
     return waited > (1 - HAD) * (used + waited) and (others is None or others > (1 - HAD) * wall)

@@ -20,9 +20,9 @@ def loss_of(model, batch):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (" * (count(batch) / total)", ""),
-        ("(count(batch) / total)", "(count(batch) / 32)"),
-        ("(count(batch) / total)", "(count(batch) / total + 1e-3)"),
+        ("count(batch) / total * ", ""),
+        ("count(batch) / total * ", "count(batch) / 32 * "),
+        ("count(batch) / total * ", "(count(batch) / total + 1e-3) * "),
     ],
     ids=["a lost share", "a wrong count", "a small bias"],
 )
@@ -280,3 +280,16 @@ def test_the_exercise_refuses_one_backward_pass_for_a_window():
         ("            for parameter in", "            total.backward()\n            for parameter in"),
     )  # fmt: skip
     assert "not yet: 3 steps of 3, weights" in said and "peak" in said
+
+
+def test_a_loss_that_pops_its_labels_is_counted_before():
+    def loss_of(model, batch):
+        labels = batch.pop("labels")
+        return (model(batch["x"])[:, 0] - labels).square().mean()
+
+    model = torch.nn.Linear(2, 1)
+    loader = [{"x": torch.ones(2, 2), "labels": torch.ones(2)} for _ in range(4)]
+    given = model, torch.optim.SGD(model.parameters(), lr=0.1), loader, loss_of, lambda: None
+    scaler = torch.amp.GradScaler(enabled=False)
+    COPIED["train_accumulated"](*given, scaler, 2, count=lambda batch: len(batch["labels"]))
+    assert not any("labels" in batch for batch in loader)
