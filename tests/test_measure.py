@@ -39,6 +39,7 @@ def test_an_optimizer_that_accelerate_prepared_is_measured():
 
     step, model, adamw, batch = training()
     expected = measure.memory(step, model, adamw, batch)
+    AcceleratorState._reset_state(True)  # of a test before
     prepared = Accelerator(cpu=True).prepare(adamw)
     AcceleratorState._reset_state(True)
     assert not hasattr(prepared, "_optimizer_step_pre_hooks")

@@ -82,9 +82,11 @@ def test_what_is_not_installed_keeps_no_other_recipe_back(monkeypatch):
     """Kaggle and Colab have no bitsandbytes."""
     for package in ("bitsandbytes", "peft"):
         monkeypatch.setitem(sys.modules, package, None)
-    against = {option.recipe.name: option.why for option in planner.plan(**ASKED)}
-    assert against["fp16, 8-bit AdamW"] == "needs bitsandbytes" and against["LoRA, fp16"] == "needs peft"
-    assert not against["fp16, AdamW"]
+    options = planner.plan(**ASKED)
+    against = {option.recipe.name: option.why for option in options}
+    assert against["fp16, 8-bit AdamW"] == "needs bitsandbytes, not installed"
+    assert against["LoRA, fp16"] == "needs peft, not installed" and not against["fp16, AdamW"]
+    assert "need bitsandbytes or peft" in planner.instead(options, None), "a larger card is not what is missing"
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-decoder"])
@@ -399,10 +401,12 @@ def test_what_a_folder_holds_is_of_these_data_and_settings(recipe, folder, monke
     turned = small_run(recipe, folder)
     assert trained() == 0, "a hidden test is no reason to train anew"
     pandas.testing.assert_frame_equal(turned[::-1].reset_index(drop=True), first, rtol=1e-3)
-    elsewhere = models.HERE["tiny-decoder" if recipe.decoder else "tiny"]
-    shutil.copytree(elsewhere, folder / "attached" / elsewhere.name)
-    small_run(recipe, folder, model=str(folder / "attached" / elsewhere.name))
-    assert trained() == 0, "the same model in another place is no reason to train anew"
+    own = models.HERE["tiny-decoder" if recipe.decoder else "tiny"]
+    for name, folds in ((own.name, 0), ("another", 2)):
+        place = folder / "attached" / name / "1"  # a version, as Kaggle attaches it
+        shutil.copytree(own, place)
+        small_run(recipe, folder, model=str(place))
+        assert trained() == folds, "a model is known by its name, wherever it lies"
 
 
 @pytest.mark.parametrize("recipe", [of("fp32, AdamW")], ids=["encoder"])

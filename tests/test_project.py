@@ -16,7 +16,7 @@ MOST, MOST_OF_A_MODULE = 1870, 300
 # Packages of their own: all their lines, and the order in which one room imports another, the last what they offer.
 ROOMS = {
     "predict": (805, ["fake", "rules", "patches", "allocator", "__init__"]),
-    "planner": (312, ["recipes", "search", "panel", "__init__"]),
+    "planner": (316, ["recipes", "search", "panel", "__init__"]),
 }
 MOST_OF_A_ROOM = 200
 

@@ -28,7 +28,7 @@ from .times import Figure, Timing, timing
 __all__ = ["Figure", "Memory", "Timing", "Tracker", "memory", "timing"]
 
 MiB, GiB = 2**20, 2**30
-MOST_SKIPPED = 20  # steps: from 65,536 a scale has then come below 1
+MOST_SKIPPED = 8  # steps: a GradScaler's scale has then come from 65,536 to 256
 ROLES = ("weights", "gradients", "optimizer state", "inputs", "activations", "temporary")
 
 # Autograd fills a tensor of zeros in place, and takes a copy only when a dispatch mode looks on.
@@ -126,7 +126,10 @@ def memory(step: Callable[[], object], model, optimizer=None, inputs=(), card: i
 
 
 def _first_step(step, optimizer):
-    """One that is made: a GradScaler skips the first, whose gradients overflow, and leaves the optimizer no state."""
+    """One that is made: a GradScaler skips the first, whose gradients overflow, and leaves the optimizer no state.
+
+    Where it does not move the optimizer at all, it is made as often as a scaler would skip it.
+    """
     made = []
     with optimizer.register_step_post_hook(lambda *_: made.append(True)):
         for _ in itertools.takewhile(lambda _: not (made or optimizer.state), range(MOST_SKIPPED)):

@@ -7,7 +7,7 @@ from itertools import islice
 
 import torch
 
-from .. import machine, models, predict
+from .. import machine, models, packages, predict
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,8 @@ def _built(name: str, recipe: Recipe, changes: dict):
     if recipe.whole:
         return network
     # As lesson 15 does it: adapters of rank 8, and a whole head.
-    targets = (predict.lora_targets(settings.model_type), "all-linear")[recipe.decoder]  # it hides an old torchao, too
+    targets = "all-linear" if recipe.decoder else predict.lora_targets(settings.model_type)
+    packages.hide_old_torchao()
     from peft import LoraConfig, get_peft_model
 
     old = {network, network.get_output_embeddings(), *network.base_model.modules()}

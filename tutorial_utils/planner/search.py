@@ -17,6 +17,7 @@ from .recipes import Recipe, predicted, recipes
 FEW = (2, 3)  # layers, of a model that is predicted in a tenth of the time
 NEAR = 0.97  # times a guess: fewer texts never need less
 SHOWN = {"weights": "weights", "gradients": "gradients", "state": "optimizer state", "activations": "activations"}
+NOT_HERE = ", not installed"
 # Whose activations pass the largest number of fp16, and the issue of transformers that tells it.
 OVERFLOWS = {"gemma3_text": 36822, "t5": 5651}
 
@@ -51,7 +52,8 @@ def plan(
     model: a name of facts/models.toml. card: a GPU of facts/gpus.toml, or a size such as "6 GiB".
     length: tokens of the longest text; effective_batch: texts of one optimizer step.
     whole: all parameters are trained. exact: the plain loop's step, but for rounding in fp32. no_new_dependency: no
-    package that the course does without; else none that is not installed. each: a `map`, for example of processes.
+    package that the course does without. What needs one that is not installed comes into no question. each: a `map`,
+    for example of several processes.
     """
     accept(
         type(effective_batch) is int and 1 <= effective_batch <= 4096, "effective_batch", effective_batch, "1 to 4096"
@@ -64,7 +66,7 @@ def plan(
         lacks = [name for name in recipe.needs if no_new_dependency or not importlib.util.find_spec(name)]
         reasons = {"trains adapters, not all parameters": whole and not recipe.whole,
                    "takes another step than the plain loop": exact and not recipe.exact,
-                   f"needs {' and '.join(lacks)}": lacks}  # fmt: skip
+                   f"needs {' and '.join(lacks)}{'' if no_new_dependency else NOT_HERE}": lacks}  # fmt: skip
         against = [reason for reason, holds in reasons.items() if holds]
         options[recipe.name] = Option(recipe, why="; ".join(against))
         if not against:
@@ -201,6 +203,8 @@ def smallest(
 def instead(options: list[Option], found: tuple[machine.Gpu, Recipe] | None) -> str:
     """Where no recipe fits: what `smallest` has found, in a sentence, and what `of_card` says of it."""
     last = next((option for option in reversed(options) if option.prediction), None)
+    if any(option.why.endswith(NOT_HERE) for option in options):
+        return "No recipe fits with what is installed here: others need bitsandbytes or peft (the table says which)."
     if last is None:
         return "No recipe keeps what was asked for: ask for less."
     if found is None:
