@@ -66,7 +66,7 @@ virtual-gpu: $(VIRTUAL)/installed
 virtual-gpu-test: $(VIRTUAL)/installed
 	VIRTUAL_GPU_PYTHON=$(VIRTUAL)/bin/python $(PYTEST) tests/virtual_gpu
 
-# Every lesson on a virtual card: CARD=T4, or another of facts/gpus.toml.
+# Every lesson on a virtual card: CARD=T4, or another of tutorial_utils/facts/gpus.toml.
 runner: CARD ?= T4
 runner: $(VIRTUAL)/installed
 	rm -rf reports/runner && mkdir -p reports/runner && cp $(or $(foreach n,$(ONLY),notebooks/$(n)_*.ipynb),notebooks/[0-9]*.ipynb) reports/runner
@@ -78,6 +78,7 @@ $(VIRTUAL)/installed: requirements.txt .venv/installed
 
 # pip would compile on one processor. Some files are templates and do not compile; Python compiles later what is left.
 .venv/installed: requirements.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit(f"$(PYTHON) is Python {v[0]}.{v[1]}; accepted: 3.11 to 3.13, named so: PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile $(PIP_OPTIONS) -r requirements.txt
 	@$(BIN)/python -W ignore -m compileall -q -j 0 .venv/lib > /dev/null || true

@@ -137,7 +137,7 @@ def main():
     torch.manual_seed(CFG.seed)
     tokenizer = AutoTokenizer.from_pretrained(CFG.model)
     train, test = (pd.read_csv(f"{CFG.data}/{name}.csv", dtype={"id": str}) for name in ("train", "test"))
-    train = train.dropna(subset=CFG.targets)  # one NaN makes all gradients of its step NaN
+    train, test = train.dropna(subset=CFG.targets), test[["id", "text"]]  # one NaN makes all gradients of its step NaN
     found, fold = 0.0, np.arange(len(train)) % CFG.folds
     for held_out in range(CFG.folds):
         model = train_fold(train[fold != held_out], train[fold == held_out], tokenizer)

@@ -446,7 +446,7 @@ def tables(content: dict) -> str:
             "median error": f"{found['median_error']:.2%}",
             "worst error": f"{found['worst_error']:.2%}",
             "seconds a case": f"{found['seconds']:.2f}",
-            "BERT-large": f"{found['seconds_bert_large']:.1f} s",
+            "BERT-large": "–" if found["seconds_bert_large"] is None else f"{found['seconds_bert_large']:.1f} s",
             "published": found.get("published", ""),
         }
         for name, found in content["summary"].items()

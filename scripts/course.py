@@ -429,8 +429,9 @@ def main(given: list[str] | None = None) -> int:
         others = [path.stem for path in chosen if here.cores > machine.FEW_CORES or of_bf16(path.stem)]
         if others:
             parser.error(
-                f"this machine is of class {here.backend}, the recorded times of {', '.join(others)} are of class cpu: "
-                "COURSE_BOUNDS names another"
+                f"this machine is of class {here.backend}, the recorded times of {', '.join(others)} are of class cpu, "
+                f"of {machine.FEW_CORES} cores at most and without emulated bf16: take fewer cores "
+                "(taskset -c 0-3 make record), or name a folder of your own in COURSE_BOUNDS"
             )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a termination ends it as Ctrl-C does
     if arguments.command == "lesson":

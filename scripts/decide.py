@@ -48,8 +48,8 @@ QUESTIONS = {
     "seven_billion": (
         HALF,
         {
-            f"Llama 2 7B at 512 on {named}": dict(model="llama-2-7b", length=512, card=card)
-            for named, card in (("a T4", "T4"), ("an L4", "L4"), ("an RTX 4090", "4090"), ("an A100 of 40 GB", "A100"))
+            f"Llama 2 7B, a classifier, at 512 on {named}": dict(model="llama-2-7b", length=512, card=card)
+            for named, card in (("an L4", "L4"), ("an RTX 4090", "4090"), ("an A100 of 40 GB", "A100"))
         },
     ),
 }

@@ -4,12 +4,14 @@ It holds the package as a wheel, which a lesson's setup cell finds and installs;
 (the lessons, what runs them, the tiny pretrained model), which record_on_your_gpu.ipynb finds; and in
 its folder wheels what Kaggle and Colab lack, of which a lesson takes what it needs. Upload it as a
 Kaggle data set, or name it in COURSE_KIT on a machine of your own. It needs pip and a network, no more.
-Packages that are named, such as "peft==0.21.2", are added for Linux on x86_64, without what they depend on.
+Packages that are named, such as "peft==0.21.2", are added for Linux on x86_64 and the
+platforms' Pythons, without what they depend on.
 """
 
 import argparse
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -51,11 +53,16 @@ def build(target: Path = ROOT / "dist" / "kit", made: tuple[str, ...] = (), take
             subprocess.run([*pip, "wheel", *quiet, "--wheel-dir", str(kit / "wheels"), *made], check=True, env=plain)
         if taken:
             there = ["--only-binary=:all:", *LINUX, "--dest", str(kit / "wheels"), *taken]
-            subprocess.run([*pip, "download", *quiet, *there], check=True)
+            texts = [path.read_text(encoding="utf-8") for path in (ROOT / "platforms").glob("*.txt")]
+            for version in sorted({re.search(r"^# python (\S+)$", text, re.M)[1] for text in texts}):
+                subprocess.run([*pip, "download", *quiet, f"--python-version={version}", *there], check=True)
         for part in ("notebooks", "scripts", "tutorial_utils"):
             shutil.copytree(ROOT / part, kit / "course" / part, ignore=left_out)
+        unfinished = target.with_name(f"{target.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.copytree(kit, unfinished)
         shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(kit, target)
+        unfinished.replace(target)
     return target
 
 
@@ -78,7 +85,8 @@ def main(given: list[str] | None = None):
     try:
         made = whole(more=packages)
     except subprocess.CalledProcessError:
-        parser.error(f"pip could not build or download the wheels ({packages} and the kit's own): its reason is above")
+        named = ", ".join([*packages, "the kit's own"])
+        parser.error(f"pip could not build or download the wheels ({named}): its reason is above")
     files = [file for file in sorted(made.rglob("*")) if file.is_file()]
     for file in files:
         if file.suffix == ".whl":

@@ -72,7 +72,8 @@ def interpreter(version: str, given: str | None = None) -> str:
         if done.stdout.strip() == version:
             return place
     raise ValueError(
-        f"no Python {version} {f'at {given}' if given else 'here'}: install it, or name one with --python PATH"
+        f"no Python {version} {f'at {given}' if given else 'here'}: install it, "
+        "or name one with WITH=PATH, which is --python PATH"
     )
 
 

@@ -39,10 +39,14 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None):
     choices = vars(parser().parse_args(arguments))
     as_json = choices.pop("json")
+    if choices["card"] and choices["device"] == "cpu":
+        sys.exit("predict.py: card is of a GPU; accepted: without --device cpu")
     try:
         report = predict.step_memory(**choices)
     except (ValueError, ImportError) as error:
         sys.exit(f"predict.py: {error}")
+    if models.head_share(choices["model"]) is not None:
+        print("Of a classifier: a language model has a vocabulary's logits besides (scripts/plan.py).", file=sys.stderr)
     if as_json:
         names = ("card_bytes", "parts", "fits", "seconds")
         print(json.dumps({"peak_bytes": report.peak} | {name: getattr(report, name) for name in names}))

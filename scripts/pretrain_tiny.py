@@ -4,7 +4,7 @@ encoder: trains a WordPiece tokenizer on the training split of the corpus, then 
 modelling on the same texts, and writes both to tutorial_utils/tiny. decoder: trains a small Llama on the same texts,
 with that tokenizer, to tell the next token, and writes both to tutorial_utils/tiny_decoder. Beside each stands
 recipe.json: the recipe, the loss, and what the pretraining is worth on the model's task. Half an hour on two cores.
---out, and fewer --steps, to try it.
+--out FOLDER, and fewer --steps, to try it.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from tokenizers import BertWordPieceTokenizer
 from transformers import BertForMaskedLM, BertTokenizer, LlamaForCausalLM, get_linear_schedule_with_warmup
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tutorial_utils import data, models  # noqa: E402
+from tutorial_utils import bounds, data, models  # noqa: E402
 
 RECIPE = dict(batch=32, length=128, learning_rate=1e-3, warmup=0.06, masked=0.15, weight_decay=0.01, seed=0, steps=4000)
 DECODER = dict(batch=16, length=128, learning_rate=2e-3, warmup=0.06, weight_decay=0.01, seed=0, steps=2500)
@@ -196,8 +196,7 @@ def make_decoder(corpus, recipe: dict, target: Path) -> dict:
 
 def _replace(target: Path, model, folder: Path):
     model.save_pretrained(folder)
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(folder, target)
+    shutil.copytree(folder, target, dirs_exist_ok=True)  # nothing else that is there is touched
 
 
 def _recipe(corpus, recipe: dict, kind: str, losses: list[float]) -> dict:
@@ -238,7 +237,7 @@ def main(given: list[str] | None = None):
     else:
         recipe = make(corpus, recipe | {"steps": steps}, folder)
     recipe |= {} if arguments.out else gain(corpus, data.tokenizer())
-    path.write_text(json.dumps(recipe, indent=2) + "\n")
+    bounds.write(path, recipe)
     print(json.dumps(recipe))
 
 

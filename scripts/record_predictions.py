@@ -10,6 +10,7 @@ import functools
 import gc
 import importlib.util
 import multiprocessing
+import signal
 import statistics
 import sys
 import time
@@ -191,6 +192,9 @@ def predictions(cells: list[dict], gpu: machine.Gpu) -> list[tuple[dict[str, int
     """Of each step its predicted bytes, by the names of BYTES, and whether it fits."""
     found = []
     for number, cell in enumerate(cells, 1):
+        if why_not(cell, True, True):  # nor can be predicted what is not installed
+            found.append(({}, False))
+            continue
         prediction = predicted(cell, gpu)
         found.append((in_bytes(prediction), prediction.fits))
         print(f"\rpredicted {number}/{len(cells)}", end="", file=sys.stderr, flush=True)
@@ -200,8 +204,9 @@ def predictions(cells: list[dict], gpu: machine.Gpu) -> list[tuple[dict[str, int
 
 def why_not(cell: dict, fits: bool, bf16: bool) -> str:
     """Why this GPU cannot run a step, or nothing."""
-    if cell.get("optimizer") == "adamw8bit" and not importlib.util.find_spec("bitsandbytes"):
-        return "bitsandbytes is not installed"
+    for package, needed in {"bitsandbytes": cell.get("optimizer") == "adamw8bit", "peft": cell.get("lora")}.items():
+        if needed and not importlib.util.find_spec(package):
+            return f"{package} is not installed"
     if "bf16" in cell.get("precision", "") and not bf16:
         return "no bf16 in hardware"
     return "" if fits else "predicted not to fit"
@@ -278,10 +283,14 @@ def main(arguments: list[str] | None = None):
     about["date"] = date.today().isoformat()
     path = choices.into / f"{here.slug}.json"
 
-    def keep(rows):
-        bounds.write(path, {**about, "summary": summary(rows), "cells": rows})
+    unfinished = path.with_suffix(".unfinished")  # what an interrupt leaves
 
+    def keep(rows):
+        bounds.write(unfinished, {**about, "summary": summary(rows), "cells": rows})
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a termination ends its processes, too
     rows = record(grid(), gpu, here.bf16, choices.minutes, keep)
+    unfinished.replace(path)
     print(f"{summary(rows)}\nwrote {path.name}; now: python scripts/stamp.py")
 
 

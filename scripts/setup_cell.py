@@ -25,7 +25,7 @@ if importlib.util.find_spec("tutorial_utils") is None:
         how = "could not be installed (pip says why) from" if done.returncode else "installed from"
         print("tutorial_utils:", how, "the kit" if wheels else REPOSITORY)
     if importlib.util.find_spec("tutorial_utils") is None:
-        raise ModuleNotFoundError("tutorial_utils: attach the offline kit or put it beside this file")
+        raise ModuleNotFoundError("tutorial_utils: attach the kit (scripts/kit.py makes it) or put it beside this file")
 
 from tutorial_utils import machine
 

@@ -191,7 +191,8 @@ def predictors_table(content: dict) -> str:
             cells = [shown, f"not run: {found['not_run']}", "–", "–", published, "–", "–"]
         else:
             cells = [shown, f"{found['answered']} of {found['cases']}", *errors(found), published]
-            cells += [f"{found['seconds_bert_large']:.1f}", "; ".join(found["cannot_say"])]
+            seconds = found["seconds_bert_large"]
+            cells += ["–" if seconds is None else f"{seconds:.1f}", "; ".join(found["cannot_say"])]
         lines.append("| " + " | ".join(cells) + " |")
     formula, margin = (
         "median {}, worst {}".format(*errors(content["summary"][name]))

@@ -1,5 +1,6 @@
 """The corpus, the reader's own CSV, the hub that is not there, and bad input."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -96,14 +97,14 @@ def test_labels_may_be_arrays():
     assert encoded[0]["labels"].tolist() == [0, 1]
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line_and_the_docstrings(monkeypatch, capsys, tmp_path):
+def test_a_hub_that_cannot_be_reached_is_one_line_and_the_docstrings(monkeypatch, capsys):
     monkeypatch.setattr(machine, "hub_reachable", lambda: False)
     started = time.perf_counter()
-    corpus = data.load("hub:stanfordnlp/imdb")
+    corpus = data.load("hub:nobody/no-such-set")  # which no cache has
     assert time.perf_counter() - started < 10
     assert corpus.source == "docstrings"
     lines = capsys.readouterr().out.strip().splitlines()
-    assert lines[-1] == ("stanfordnlp/imdb: the hub cannot be reached and its cache has no copy; "
+    assert lines[-1] == ("nobody/no-such-set: the hub cannot be reached and its cache has no copy; "
                          "using the docstrings")  # fmt: skip
 
 
@@ -177,11 +178,27 @@ def test_without_datasets_the_corpus_is_a_list(corpus):
     code = (
         "import sys; sys.modules['datasets'] = None; import importlib.util as u; find = u.find_spec; "
         "u.find_spec = lambda name, *a: None if name == 'datasets' else find(name, *a); "
-        "from tutorial_utils import data; c = data.load(); print(type(c.train).__name__, len(c.train), len(c.test))"
+        "from tutorial_utils import data; c = data.load(); import hashlib; "
+        "rows = [(row['text'], row['label']) for split in (c.train, c.test) for row in split]; "
+        "print(type(c.train).__name__, hashlib.sha256(repr(rows).encode()).hexdigest())"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == f"list {len(corpus.train)} {len(corpus.test)}"
+    rows = [(row["text"], row["label"]) for split in (corpus.train, corpus.test) for row in split]
+    digest = hashlib.sha256(repr(rows).encode()).hexdigest()
+    assert done.stdout.splitlines()[-1] == f"list {digest}", "the selection has changed: raise data._EDITION"
+
+
+def test_a_modules_texts_are_in_one_split(tmp_path, monkeypatch):
+    (package := tmp_path / "a_library").mkdir()
+    (package / "__init__.py").touch()
+    for number in range(40):
+        texts = (f'def f{i}():\n    """m{number} {i} three four five six seven eight."""\n' for i in range(5))
+        (package / f"m{number}.py").write_text("".join(texts))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(data, "LIBRARIES", ("a_library",))
+    train, test = ({row["text"].split()[0] for row in rows} for rows in data._harvest(data._texts_of))
+    assert len(train) > 20 and test and not train & test
 
 
 def test_completions_are_signatures_and_what_they_do():

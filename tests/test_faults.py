@@ -189,6 +189,7 @@ def test_one_cache_and_two_kernels(tmp_path):
         one.start()
     for one in both:
         one.join()
+    assert len(results) == 2, "one of the two did not end"
     for done in results:
         finished(done)
     assert len(list((tmp_path / "cache" / "tutorial_utils").iterdir())) == 1, "something half-made was left"
@@ -200,6 +201,7 @@ def test_a_kernel_killed_while_it_fills_the_cache(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", SMALL], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
     while process.poll() is None and not any((tmp_path / "cache").rglob("*.arrow")):
         time.sleep(0.01)
+    assert process.poll() is None, "it ended before it wrote to the cache: nothing was killed"
     process.kill()
     process.wait()
     finished(take(tmp_path))

@@ -196,7 +196,7 @@ def test_setup_says_what_to_do_where_the_kit_is_cut_off(other_environment, tmp_p
     half.write_bytes(b"PK" + bytes(1000))
     done = execute(python, setup_alone(tmp_path), tmp_path, COURSE_KIT=str(half.parent))
     assert "executed" not in done.stdout and "CalledProcessError" not in done.stderr
-    assert "tutorial_utils: attach the offline kit or put it beside this file" in done.stderr
+    assert "tutorial_utils: attach the kit (scripts/kit.py makes it) or put it beside this file" in done.stderr
 
 
 def test_setup_says_what_to_do_where_the_course_is_nowhere(other_environment, tmp_path):
@@ -204,4 +204,4 @@ def test_setup_says_what_to_do_where_the_course_is_nowhere(other_environment, tm
     subprocess.run([python, "-m", "pip", "uninstall", "-qy", "tutorial_utils"], capture_output=True)
     done = execute(python, setup_alone(tmp_path), tmp_path, COURSE_KIT=str(tmp_path / "none"))
     assert "executed" not in done.stdout
-    assert "tutorial_utils: attach the offline kit or put it beside this file" in done.stderr
+    assert "tutorial_utils: attach the kit (scripts/kit.py makes it) or put it beside this file" in done.stderr

@@ -178,11 +178,11 @@ def test_beside_others_threads_sleep_and_times_are_not_judged(monkeypatch, capsy
     import psutil
 
     monkeypatch.setattr(psutil, "cpu_percent", lambda interval: percent)
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
     monkeypatch.setattr(machine.os, "environ", {"PATH": os.environ["PATH"]})
     machine._give_way()
     assert (machine.os.environ.get("OMP_WAIT_POLICY") == "PASSIVE") is busy is ("COURSE_BUSY" in machine.os.environ)
     assert ("times are shown and not judged" in capsys.readouterr().out) is busy
-    monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
     monkeypatch.setattr(machine.os, "environ", {"OMP_NUM_THREADS": "1"})
     machine._give_way()
     assert "COURSE_BUSY" not in machine.os.environ, "another lesson may have the other processor"
@@ -197,6 +197,7 @@ def test_a_first_cell_that_runs_again_looks_again(monkeypatch):
 
     percent = [60.0]
     monkeypatch.setattr(psutil, "cpu_percent", lambda interval: percent[0])
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
     monkeypatch.setattr(machine.os, "environ", {"PATH": os.environ["PATH"]})
     machine._give_way()
     assert machine.os.environ["COURSE_BUSY"]

@@ -72,9 +72,10 @@ def test_bad_names(arguments, message):
         models.build(**arguments)
 
 
-def test_pretrained_weights_that_cannot_be_had_are_one_line(monkeypatch, capsys, tmp_path):
+def test_pretrained_weights_that_cannot_be_had_are_one_line(monkeypatch, capsys):
     monkeypatch.setattr(machine, "hub_reachable", lambda: False)
     small = machine.table("models")["bert-base-uncased"] | {"hidden_size": 96, "num_hidden_layers": 1, "vocab_size": 99}
+    small |= {"hub": "nobody/no-such-model"}  # which no cache has
     monkeypatch.setattr(models, "table", lambda _: {"bert-base-uncased": small})
     waited = []
     monkeypatch.setattr(time, "sleep", waited.append)

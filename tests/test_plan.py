@@ -17,7 +17,7 @@ import transformers
 from test_forks import EVERY
 
 from notebooks import ROOT, code_lines
-from tutorial_utils import data, machine, models, planner, predict
+from tutorial_utils import data, machine, models, packages, planner, predict
 
 ON_A_T4, ON_AN_A100 = (
     {
@@ -56,8 +56,8 @@ def loaded(recipe: planner.Recipe, folder, **settings) -> dict:
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch):
-    """Where a test has used a GPU, torch lets no process fork."""
-    if torch.cuda.is_available():
+    """Where a test has used autograd in a build for CUDA, torch lets no process fork."""
+    if torch.version.cuda:
         monkeypatch.setattr(plan, "in_processes", map)
 
 
@@ -94,7 +94,8 @@ def test_an_old_torchao_which_peft_refuses_is_hidden(name, monkeypatch):
     """Kaggle and Colab have one; the command opens no lesson, which would hide it."""
     pytest.importorskip("peft")
     hidden = []
-    monkeypatch.setattr("tutorial_utils.packages.hide_old_torchao", lambda: hidden.append(1))
+    own = packages.hide_old_torchao
+    monkeypatch.setattr(packages, "hide_old_torchao", lambda: hidden.append(own()))
     recipe = next(one for one in planner.recipes("fp16", models.head_share(name)) if one.adapters)
     planner.predicted([recipe], name, 1, 16, "T4")
     assert hidden
@@ -286,6 +287,7 @@ def test_a_script_is_short_and_clean(recipe, tmp_path):
     path = tmp_path / "train.py"
     path.write_text(script(recipe))
     assert code_lines(path.read_text()) <= 200
+    pytest.importorskip("ruff")  # a platform has none
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=E,F", "--line-length=120", path]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
@@ -509,7 +511,7 @@ def test_equal_texts_are_in_one_fold(recipe, folder):
     """Else a fold is scored on what it has learned by heart."""
     train = pandas.read_csv(folder / "train.csv")
     pandas.concat([train, train[:50]]).to_csv(folder / "train.csv", index=False)
-    made, seen = loaded(recipe, folder), []
+    made, seen = loaded(recipe, folder, max_length=512), []  # texts that are cut may be equal, too
 
     class Seen(Exception):
         pass
@@ -760,7 +762,7 @@ def test_where_nothing_fits_there_is_no_script(tmp_path, capsys):
     [
         (["--model=bert-huge", "--card=T4", "--length=64"], "model was 'bert-huge'; accepted"),
         (["--model=tiny", "--card=T5", "--length=64"], "card was 'T5'; accepted"),
-        (["--model=tiny", "--card=T4", "--length=513"], "length was 513; accepted: up to 512"),
+        (["--model=tiny", "--card=T4", "--length=513"], "length was 513; accepted: 4 to 512"),
         (["--model=tiny", "--card=T4", "--length=64", "--recipe=LoRA, fp16"], "recipe was 'LoRA, fp16'"),
         (["--model=tiny", "--card=T4", "--length=64", "--effective-batch=0"], "effective_batch was 0"),
         (["--model=tiny", "--card=T4", "--length=64", "--exact", "--recipe=x", "--script=t.py"], "recipe was 'x';"),

@@ -68,7 +68,7 @@ def test_a_missing_interpreter_is_one_clear_line(monkeypatch, capsys, tmp_path):
     assert (
         capsys.readouterr()
         .err.splitlines()[-1]
-        .endswith("no Python 3.12 here: install it, or name one with --python PATH")
+        .endswith("no Python 3.12 here: install it, or name one with WITH=PATH, which is --python PATH")
     )
     wrong = sys.executable if sys.version_info[:2] != (3, 12) else "/bin/false"
     with pytest.raises(ValueError, match=f"no Python 3.12 at {wrong}"):
@@ -136,3 +136,12 @@ def test_make_has_the_command():
         ["make", "--dry-run", "platform", "P=colab", "CPU=1"], cwd=ROOT, capture_output=True, text=True
     )
     assert "scripts/platforms.py colab --cpu" in done.stdout
+
+
+@pytest.mark.parametrize(("code", "status"), [("pass", "passed"), ("assert False", "failed")])
+def test_a_group_of_tests_has_pytests_verdict(code, status, monkeypatch, tmp_path):
+    monkeypatch.setattr(platforms, "session", lambda *_: sys.executable)
+    monkeypatch.setattr(platforms, "ADDED", ())
+    (path := tmp_path / "test_one.py").write_text(f"def test_one():\n    {code}\n")
+    row = platforms.run_tests(sys.executable, "one", [str(path)], tmp_path)
+    assert row["status"] == status and f"1 {status}" in row["reason"]

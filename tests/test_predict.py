@@ -529,7 +529,6 @@ def test_bert_large_is_predicted_in_a_second(second):
         (dict(model="deberta-v3-base", attention="sdpa"), "attention of deberta-v2 was 'sdpa'; accepted: .eager"),
     ],
 )
-@pytest.mark.alone
 def test_refusals_name_what_was_given_and_what_is_accepted(choices, message):
     predict.step_memory("tiny", 1, 8)  # what it imports is no work of the call below
     started = time.process_time()  # a busy machine takes nothing of it

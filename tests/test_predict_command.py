@@ -1,9 +1,11 @@
 """scripts/predict.py from the shell."""
 
 import json
+import re
 import subprocess
 import sys
 
+import predict as predict_command
 import pytest
 import torch
 import truth
@@ -53,5 +55,16 @@ def test_on_a_cpu_it_is_what_a_cpu_run_does():
     ],
 )
 def test_refusals_are_one_line(changed, message):
-    done = run("--model", "bert-base-uncased", "--batch", 8, "--length", 128, *changed)
-    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
+    arguments = ("--model", "bert-base-uncased", "--batch", 8, "--length", 128, *changed)
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        predict_command.main([*map(str, arguments)])
+
+
+def test_a_refusal_has_an_exit_code_and_no_traceback():
+    done = run("--model", "bert-base-uncased", "--batch", 8, "--length", 128, "--device", "cpu", "--card", "T4")
+    assert done.returncode == 1 and done.stderr == "predict.py: card is of a GPU; accepted: without --device cpu\n"
+
+
+def test_of_a_decoder_it_says_that_it_is_a_classifier(capsys):
+    predict_command.main(["--model", "tiny-decoder", "--batch", "2", "--length", "16"])
+    assert "a language model has a vocabulary's logits besides" in capsys.readouterr().err

@@ -101,7 +101,9 @@ def test_the_public_address_is_one_setting(address):
     for path, text in texts.items():
         if path.suffix == ".ipynb":
             badge = f"colab.research.google.com/github/someone/course/blob/main/notebooks/{path.stem}"
-            assert (badge in text) is (bool(address) and path.stem[0].isdigit())
+            has_badge = bool(address) and path.stem[0].isdigit()
+            assert (badge in text) is has_badge
+            assert ("colab-badge.svg" in text) is has_badge, f"{path.name}: badges go with the address"
             assert f'REPOSITORY = \\"{address}\\"' in text
     assert ("kernels/welcome?src=https://github.com/someone" in str(texts.values())) is bool(address)
 
@@ -141,3 +143,19 @@ def test_tables_escape_and_align():
 
 def test_sizes():
     assert figures.size(3 * 2**20) == "3.0 MiB" and figures.size(2**30) == "1.00 GiB"
+
+
+def test_a_difference_and_a_table_of_times():
+    def before(x):
+        y = x + 1
+        return y
+
+    def after(x):
+        y = x + 2
+        return y
+
+    assert str(figures.difference(before, after)).splitlines() == [
+        "- def before(x):", "-     y = x + 1", "+ def after(x):", "+     y = x + 2", "      return y"]  # fmt: skip
+    taken = measure.Timing({"a": [0.1, 0.2, 0.3], "b": [0.2, 0.4, 0.6]})
+    assert [list(row.values()) for row in figures.time_table(taken, 8, to="a").rows] == [
+        ["a", "200", "100 to 300", "40", "1.00"], ["b", "400", "200 to 600", "20", "2.00"]]  # fmt: skip

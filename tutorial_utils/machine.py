@@ -123,9 +123,11 @@ def start(network: bool = False) -> Machine:
     _read_utf_8()
     gpus_said = _one_gpu()
     packages.hide_old_torchao()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of an old GPU that torch has no kernels for: said below
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         here = facts()
+    # The rest is of an old GPU that torch has no kernels for: said below.
+    gpus_said += [str(one.message) for one in told if "driver on your system" in str(one.message)]
     _check_versions(here.versions)
     versions = ", ".join(f"{name} {version}" for name, version in here.versions.items())
     said = [*limits(here), *gpus_said]

@@ -17,7 +17,7 @@ import virtual_gpu
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m virtual_gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("--card", default="T4", help="of facts/gpus.toml, or a word of one")
+    parser.add_argument("--card", default="T4", help="of tutorial_utils/facts/gpus.toml, or a word of one")
     parser.add_argument("--values", default="small", choices=virtual_gpu.VALUES, help="what is computed, on the CPU")
     parser.add_argument("--fact", action="append", default=[], metavar="NAME=NUMBER", help="in place of the card's own")
     parser.add_argument("--beside-a-driver", action="store_true", help="though a GPU's driver is here")

@@ -14,9 +14,12 @@ from pathlib import Path
 
 
 def make(folder: Path):
-    """subprocess.CalledProcessError where pip cannot have it; then nothing is left. FileNotFoundError without gcc."""
+    """subprocess.CalledProcessError where pip cannot have it; then nothing is left. OSError without gcc, or where the
+    folder is there and no environment."""
     if missing := [tool for tool in ("gcc", "readelf") if shutil.which(tool) is None]:
         raise FileNotFoundError(f"{missing[0]} is not here: install gcc and binutils; nothing was changed")
+    if folder.exists() and not (folder / "pyvenv.cfg").exists():
+        raise FileExistsError(f"{folder} is there, and no environment: name a folder that is not; nothing was changed")
     version = importlib.metadata.version("torch").partition("+")[0]
     shutil.rmtree(folder, ignore_errors=True)
     try:
@@ -41,7 +44,7 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     try:
         make(parser.parse_args().folder)
-    except FileNotFoundError as error:
+    except OSError as error:
         parser.error(str(error))
     except subprocess.CalledProcessError:
         parser.error("the environment could not be made: the reason is above")

@@ -98,7 +98,9 @@ def test_what_a_look_leaves_alone():
     held = in_bytes(COPIED["memory_by_role"](model, optimizer, loss_of, batch))
     left = [p.grad for p in (*model.parameters(), *head.parameters())]
     assert all(map(torch.equal, waiting, left)), "the window's gradients changed"
-    assert held["gradients"] == sum(p.nbytes for p in (*model.parameters(), *head.parameters()))
+    parameters = (*model.parameters(), *head.parameters())
+    assert held["gradients"] == sum(p.nbytes for p in parameters)
+    assert held["weights"] == sum(tensor.nbytes for tensor in (*parameters, *model.buffers()))
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: pytest.fail("an optimizer would have stepped"))
     COPIED["memory_by_role"](model, optimizer, loss_of, batch)

@@ -293,3 +293,38 @@ def test_a_loss_that_pops_its_labels_is_counted_before():
     scaler = torch.amp.GradScaler(enabled=False)
     COPIED["train_accumulated"](*given, scaler, 2, count=lambda batch: len(batch["labels"]))
     assert not any("labels" in batch for batch in loader)
+
+
+def moved(train, model) -> float:
+    start = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    train(torch.optim.SGD(model.parameters(), lr=1.0))
+    return (torch.nn.utils.parameters_to_vector(model.parameters()).detach() - start).norm().item()
+
+
+def test_it_clips_to_max_norm():
+    model, loader = regressor().eval(), DataLoader(Ratings(8), 4)
+    way = moved(lambda sgd: COPIED["train_accumulated"](
+        model, sgd, loader, loss_of, lambda: None, NO_SCALER, 2, max_norm=0.01), model)  # fmt: skip
+    assert way == pytest.approx(0.01, rel=1e-2)
+
+
+def test_class_weights_are_counted_as_the_page_says():
+    weights, ids, labels = torch.tensor([1.0, 4.5]).double(), Ratings(16).ids, (torch.arange(16) < 5).long()
+
+    def losses_of(model, batch):
+        logits = model(input_ids=batch["input_ids"]).logits.expand(-1, 2) * torch.tensor([1.0, -1.0])
+        return torch.nn.functional.cross_entropy(logits, batch["labels"], weight=weights)
+
+    def count(batch):
+        return weights[batch["labels"]].sum().item()
+
+    ends = []
+    for size in (16, 4):
+        model = regressor().double().eval()
+        parts = [{"input_ids": ids[n : n + size], "labels": labels[n : n + size]} for n in range(0, 16, size)]
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        COPIED["train_accumulated"](
+            model, sgd, parts, losses_of, lambda: None, NO_SCALER, 16 // size, float("inf"), count)  # fmt: skip
+        ends.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
+    start = torch.nn.utils.parameters_to_vector(regressor().double().parameters()).detach()
+    assert (ends[1] - ends[0]).norm() <= 1e-6 * (ends[0] - start).norm()

@@ -129,6 +129,15 @@ def test_a_scaler_changes_nothing(max_norm):
     torch.testing.assert_close(trained(torch.amp.GradScaler("cpu")), trained(NO_SCALER))
 
 
+def test_it_clips_to_max_norm():
+    model = regressor().eval()
+    start = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    COPIED["train_frozen"](model, sgd, DataLoader(Ratings(8), 8), loss_of, nothing, NO_SCALER, 0.01)
+    way = torch.nn.utils.parameters_to_vector(model.parameters()).detach() - start
+    assert way.norm().item() == pytest.approx(0.01, rel=1e-2)
+
+
 def small(name, kind):
     import transformers
 

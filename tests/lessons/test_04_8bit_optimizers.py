@@ -287,3 +287,22 @@ def test_in_a_strangers_decoder(stranger_files, capsys):
     assert 0 < way_apart(start, before, after) < (0.25 if torch.cuda.is_available() else 0.05)
     assert state_bytes(changed.made[0]) < 0.7 * state_bytes(plain.made[0])
     assert bits(changed.made[0], after.model.embed_tokens) == 32 and bits(changed.made[0], after.lm_head) == 8
+
+
+def test_a_late_group_and_states_that_do_not_go_together():
+    model = regressor(width=128)
+    words = model.distilbert.embeddings.word_embeddings
+    for check, expected in ((False, 8), (True, 32)):
+        optimizer = adamw_8bit(model, [p for p in model.parameters() if p is not words.weight])
+        step(model, optimizer)
+        optimizer.add_param_group({"params": [words.weight]})
+        if check:
+            optimizer.check_overrides()
+        step(model, optimizer)
+        assert bits(optimizer, words) == expected
+    makes = (lambda: torch.optim.AdamW(model.parameters())), (lambda: adamw_8bit(model, model.parameters()))
+    for into, of, said in ((*makes, "exp_avg"), (*makes[::-1], "state1")):
+        step(model, saved := of())
+        (loaded := into()).load_state_dict(saved.state_dict())
+        with pytest.raises(KeyError, match=said):
+            step(model, loaded)

@@ -236,3 +236,14 @@ def test_the_pages_length_of_a_schedule():
     for n, micro_batches in itertools.product((1, 2, 3), range(1, 40)):
         steps = math.ceil(math.ceil(micro_batches / n) / 4)
         assert eval(formula, {"math": math, "train_loader": range(micro_batches), "n": n}) == steps * n
+
+
+def test_an_epoch_begins_in_training_mode():
+    model = regressor()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    ready = accelerator.prepare(model, optimizer, scheduler, DataLoader(Ratings(16), batch_size=8))
+    ready[0].eval()
+    train_accelerated(accelerator, *ready, loss_of)
+    assert all(module.training for module in model.modules())

@@ -225,6 +225,14 @@ def test_balance_loss_is_one_for_an_equal_load_and_more_for_any_other():
     assert BALANCE(layer) > 3 and layer.load.tolist() == [1, 0, 0, 0]
 
 
+def test_balance_loss_is_the_mean_over_the_layers():
+    model = USE(small("bert"))
+    for layer in (part for part in model.modules() if isinstance(part, EXPERTS)):
+        torch.nn.init.zeros_(layer.router.weight)
+    model(torch.arange(5, 25).view(2, 10))
+    assert BALANCE(model).item() == pytest.approx(1)
+
+
 def balance_is_that_of_transformers(cells, masked):
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 

@@ -224,6 +224,15 @@ def test_weights_keep_their_names_and_a_copy_its_own():
         assert model(input_ids=ids, attention_mask=mask).logits.all()
 
 
+def test_pairs_keep_their_types():
+    model, (ids, mask) = a_small("bert"), reviews(8)
+    types = (torch.arange(ids.shape[1]) % 2).expand_as(ids).contiguous()
+    given = dict(attention_mask=mask, token_type_ids=types)
+    before = model(ids, **given).last_hidden_state[mask.bool()]
+    COPIED["packed"](model)
+    assert (model(ids, **given).last_hidden_state[mask.bool()] - before).abs().max() < 1e-5
+
+
 def test_one_text_and_texts_that_fill_their_rows():
     """Nothing to pack: the batch itself."""
     model = regressor().eval()
@@ -259,7 +268,8 @@ def test_a_token_budget():
     assert sorted(sum(one, [])) == sorted(sum(other, [])) == list(range(300))
     filled = [lengths[batch].sum().item() for batch in one]
     assert max(filled) <= 256 and sum(filled) / len(filled) > 0.9 * 256
-    assert budget_batches(torch.tensor([300, 5, 300]), 256, 0)[0], "a text that is longer comes alone"
+    longer = sorted(budget_batches(torch.tensor([300, 5, 300]), 256, 0))
+    assert longer == [[0], [1], [2]], "a text that is longer comes alone"
 
 
 def test_in_a_strangers_classifier(stranger_files, capsys):

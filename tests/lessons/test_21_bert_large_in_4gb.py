@@ -1,5 +1,6 @@
 import copy
 import gc
+import re
 import weakref
 from types import SimpleNamespace
 
@@ -209,6 +210,14 @@ def test_an_overflow_changes_nothing():
     assert any((p != q).any() for p, q in zip(model.parameters(), before, strict=True))
 
 
+def test_one_element_that_overflows_stops_its_parameter():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    COPIED["step_in_backward"](optimizer)
+    (weight * torch.tensor([1.0, float("inf"), 1.0])).sum().backward()
+    assert torch.equal(weight.detach(), torch.ones(3))
+
+
 def test_frozen_and_tied_parameters():
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -304,6 +313,15 @@ def test_a_window_is_one_batch_however_short(size, steps, count):
         assert len(seen) == len(list(model.parameters())), "one step of each parameter"
     start = torch.nn.utils.parameters_to_vector(regressor().parameters())
     assert (ends[0] - ends[1]).norm() <= 1e-4 * (ends[0] - start).norm()
+
+
+def test_the_pages_line_for_a_loop_of_ones_own_waits_for_each_windows_last():
+    page = "".join(source(cell) for cell in LESSON.cells if cell["cell_type"] == "markdown")
+    (line,) = re.findall(r"`optimizer\.waiting = (number % [^`]*)`", page)
+    for steps, count in ((1, 3), (2, 5), (4, 4), (4, 6)):
+        given = {"steps": steps, "loader": range(count)}
+        stepped = [n for n in range(1, count + 1) if not eval(line, given | {"number": n})]
+        assert stepped == sorted({*range(steps, count + 1, steps), count})
 
 
 def test_a_run_that_is_resumed_goes_on():

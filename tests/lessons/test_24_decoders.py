@@ -99,6 +99,17 @@ def test_the_pages_loops_for_accumulation_and_validation():
     assert said["total"] / said["count"] == pytest.approx(expected.item(), rel=1e-5)
 
 
+def test_the_pages_loops_pass_over_what_has_no_labels():
+    model, batch = stranger(), batch_of(4)
+    empty = BatchEncoding(batch | {"labels": torch.full_like(batch["labels"], -100)})
+    run("import itertools\n" + LESSON.fenced("islice"),
+        COPIED | {"loader": [empty], "accumulation": 2, "model": model})  # fmt: skip
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    said = {"total": 0, "count": 0, "chunked_loss": chunked_loss, "model": model, "batch": empty}
+    run(LESSON.fenced("total, count"), said)
+    assert (said["total"], said["count"]) == (0, 0)
+
+
 def test_under_autocast_and_a_scaler():
     model, batch = stranger(), batch_of()
     found = []

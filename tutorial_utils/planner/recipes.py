@@ -84,7 +84,8 @@ def predicted(
     optimizers = [OPTIMIZERS[one.choices.get("optimizer", "adamw")] for one in recipes]
     choices = recipe.choices | {"card": card, "optimizer": optimizers}
     if recipe.decoder:
-        text = {name: torch.ones(batch, length, dtype=torch.long) for name in ("input_ids", "labels", "attention_mask")}
+        # Empty: nobody reads it, so it takes no memory here.
+        text = {n: torch.empty(batch, length, dtype=torch.long) for n in ("input_ids", "labels", "attention_mask")}
         # Without padding there is no mask, and heads that share keys want a kernel that cards before Ampere lack:
         # attention is then computed plainly, in more memory.
         if _grouped(models.config(model)) and (machine.gpu(card).capability or (0,)) < (8,):

@@ -58,8 +58,8 @@ def plan(
     accept(
         type(effective_batch) is int and 1 <= effective_batch <= 4096, "effective_batch", effective_batch, "1 to 4096"
     )
-    longest = models.positions(models.config(model))
-    accept(longest is None or length <= longest, "length", length, f"up to {longest}, the positions this model has")
+    longest = models.positions(models.config(model)) or predict.MOST
+    accept(type(length) is int and 4 <= length <= longest, "length", length, f"4 to {longest}, what this model takes")
     gpu, step = machine.gpu(card), dict(model=model, length=length, card=card)
     options, alike = {}, {}  # alike: but for the optimizer
     for recipe in recipes(_half(gpu), models.head_share(model)):
@@ -208,7 +208,7 @@ def instead(options: list[Option], found: tuple[machine.Gpu, Recipe] | None) -> 
     if last is None:
         return "No recipe keeps what was asked for: ask for less."
     if found is None:
-        return f"No card of facts/gpus.toml would do: {last.recipe.name}, {last.why}."
+        return f"No card of tutorial_utils/facts/gpus.toml would do: {last.recipe.name}, {last.why}."
     gpu, recipe = found
     return " ".join([f"The smallest card that would do: {gpu.name}, with {recipe.name}.", *of_card(gpu)])
 
