@@ -317,7 +317,8 @@ def claims(lesson: str, measured: dict[str, float], predicted: dict[str, float])
     unless the claim says so; of: what it claims, of JUDGED, and tolerance, in the same unit; above: it says no more
     than that it is more; by: the evidence that fits its set-up, of EVIDENCE, all of it by default.
 
-    measured, predicted: by the figure's name; predicted is for the claim's own model and sizes.
+    measured, predicted: by the figure's name; predicted is for the claim's own model and sizes. What is predicted alone
+    is no recording, on whatever machine it was predicted.
     The verdict is on the strongest evidence that fits: a recording on a GPU, else the prediction, else what was
     measured here. GPU is – for what lessons only predict. Without evidence the verdict is open, with what the claim
     `needs`; ValueError where it needs nothing.
@@ -330,7 +331,9 @@ def claims(lesson: str, measured: dict[str, float], predicted: dict[str, float])
 
 def _claim(lesson: str, claim: dict, measured: dict[str, float], predicted: dict[str, float]) -> dict:
     name = claim["figure"]
-    recorded = {gpu: figures[name] for gpu, figures in recorded_on_gpus(lesson).items() if name in figures}
+    calculated = name in predicted and name not in measured
+    found = {} if calculated else recorded_on_gpus(lesson)
+    recorded = {gpu: figures[name] for gpu, figures in found.items() if name in figures}
     here = {how: by[name] for how, by in (("measured", measured), ("predicted", predicted)) if name in by}
     evidence = [("recorded", value) for value in recorded.values()] + list(reversed(here.items()))  # strongest first
     return {
@@ -338,7 +341,7 @@ def _claim(lesson: str, claim: dict, measured: dict[str, float], predicted: dict
         "claimed": _number(claim["claimed"]),
         "here": ", ".join(f"{_number(value)} {how}" for how, value in here.items()) or "–",
         "GPU": ", ".join(f"{gpu} {_number(value)}" for gpu, value in recorded.items())
-        or ("not yet" if name in _bounds(lesson) else "–"),
+        or ("not yet" if name in _bounds(lesson) and not calculated else "–"),
         "verdict": _verdict(claim, evidence),
     }
 
