@@ -328,6 +328,8 @@ def test_a_recording_judges_before_a_prediction_and_that_before_a_measurement(ow
     gpus["T4"] = {"gain": 1.0}
     verdicts.append(bounds._claim("a", claim, {"gain": 3.0}, {"gain": 2.0})["verdict"])
     assert verdicts == ["more value (measured)", "holds (predicted)", "less value (recorded)"]
+    calculated = bounds._claim("a", claim, {}, {"gain": 2.0})
+    assert (calculated["GPU"], calculated["verdict"]) == ("–", "holds (predicted)"), "of whatever machine it was"
 
 
 @pytest.fixture

@@ -114,6 +114,14 @@ def test_a_fork_with_only_the_kit_attached_and_no_network_twice_in_a_row(lesson,
     assert [p.name for p in fork.iterdir()] == [lesson.name], "the lesson left something in its folder"
 
 
+def no_room(source, there, folder, copytree=shutil.copytree, **options):
+    """The copy to the kit's own place ends half-way."""
+    if there.parent != folder:
+        return copytree(source, there, ignore=shutil.ignore_patterns("__pycache__"))
+    there.mkdir()
+    raise OSError("no room")
+
+
 def test_the_kit_takes_wheels_along(tmp_path, monkeypatch):
     """From a folder that serves as the index, so that no network is needed."""
     (wheel,) = kit.build(tmp_path / "index").glob("*.whl")
@@ -123,6 +131,9 @@ def test_the_kit_takes_wheels_along(tmp_path, monkeypatch):
     assert [path.name for path in (attached / "wheels").iterdir()] == [wheel.name]
     with pytest.raises(subprocess.CalledProcessError):
         kit.build(tmp_path / "kit", taken=("no-such-package",))
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no room"):
+        patched.setattr(kit.shutil, "copytree", lambda source, there, **_: no_room(source, there, tmp_path))
+        kit.build(tmp_path / "kit")
     assert (attached / "wheels" / wheel.name).exists(), "the earlier kit is gone, and there is no new one"
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -226,6 +227,20 @@ def test_of_two_gpus_one_is_used_and_the_lesson_says_so(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     machine.start()
     assert "CUDA is open already: restart the kernel" in capsys.readouterr().out
+
+
+def test_a_driver_that_is_too_old_is_said(monkeypatch, capsys):
+    def facts():
+        warnings.warn("CUDA initialization: The NVIDIA driver on your system is too old", stacklevel=1)
+        warnings.warn("of something else", stacklevel=1)
+        return dataclasses.replace(T4, device="cpu", name="CPU")
+
+    monkeypatch.setattr(machine, "facts", facts)
+    monkeypatch.setattr(machine, "_not_more_threads_than", lambda cores: None)
+    monkeypatch.setattr(machine.os, "environ", dict(os.environ))
+    machine.start()
+    said = capsys.readouterr().out
+    assert "\nCUDA initialization: The NVIDIA driver on your system is too old\n" in said and "else" not in said
 
 
 @pytest.mark.parametrize(

@@ -129,8 +129,11 @@ def test_the_tiny_decoder_tells_completions_better_than_random_weights():
 
 @pytest.mark.parametrize(("kind", "packaged"), [("encoder", models.TINY), ("decoder", models.TINY_DECODER)])
 def test_whoever_makes_it_again_has_all_its_files(kind, packaged, tmp_path):
+    (tmp_path / kind).mkdir()
+    (tmp_path / kind / "mine").touch()
     pretrain_tiny.main([kind, "--steps", "2", "--out", str(tmp_path / kind)])
-    assert {path.name for path in (tmp_path / kind).iterdir()} == {path.name for path in packaged.iterdir()}
+    made = {path.name for path in (tmp_path / kind).iterdir()}
+    assert made == {"mine"} | {path.name for path in packaged.iterdir()}, "what else was in the folder stays"
     made, committed = (json.loads((folder / "recipe.json").read_text()) for folder in (tmp_path / kind, packaged))
     assert made["recipe"] | {"steps": 0} == committed["recipe"] | {"steps": 0}
     assert pretrain_tiny.KINDS[kind][1] == committed["recipe"], "the command's own steps are others"

@@ -1,12 +1,14 @@
 """Plans, and the scripts that are made of them: each recipe's trains, goes on after an interruption, and predicts."""
 
 import functools
+import gc
 import json
 import random
 import re
 import shutil
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pandas
@@ -69,13 +71,17 @@ def rows_of(decoder: bool) -> pandas.DataFrame:
     return pandas.DataFrame([{"text": row["text"], "label": corpus.labels[row["label"]]} for row in rows])
 
 
-@pytest.fixture
-def folder(tmp_path, recipe):
-    frame = rows_of(recipe.decoder)
+def files(tmp_path, decoder: bool):
+    frame = rows_of(decoder)
     frame[:-16].to_csv(tmp_path / "train.csv", index=False)
-    answer = "completion" if recipe.decoder else "label"
+    answer = "completion" if decoder else "label"
     frame[-16:].drop(columns=answer).assign(id=range(16)).to_csv(tmp_path / "test.csv", index=False)
     return tmp_path
+
+
+@pytest.fixture
+def folder(tmp_path, recipe):
+    return files(tmp_path, recipe.decoder)
 
 
 def test_what_is_not_installed_keeps_no_other_recipe_back(monkeypatch):
@@ -376,6 +382,34 @@ def test_a_script_learns_and_goes_on_to_the_same_weights(recipe, folder, capsys,
     pandas.testing.assert_frame_equal(found, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("what", ["weights", "state"])
+@pytest.mark.parametrize("recipe", [of("fp32, AdamW")], ids=["encoder"])
+def test_a_session_that_ends_while_it_writes_goes_on_from_the_epoch_before(recipe, folder, what, monkeypatch, capsys):
+    whole = loaded(recipe, folder, work=folder / "whole", max_length=24)
+    expected = weights_of(whole)
+    whole["main"]()
+    cut, states = loaded(recipe, folder, max_length=24), []
+    own = cut["save_file"] if what == "weights" else torch.save
+
+    def save(content, path):
+        states.append(path)
+        if "fold1.last0" in path.name or what == "state" and len(states) == 4:  # the second fold's second epoch
+            path.write_bytes(b"half")
+            raise KeyboardInterrupt
+        own(content, path)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setitem(cut, "save_file", save) if what == "weights" else patched.setattr(torch, "save", save)
+        cut["main"]()
+    capsys.readouterr()
+    resumed = loaded(recipe, folder, max_length=24)
+    weights = weights_of(resumed)
+    resumed["main"]()
+    assert capsys.readouterr().out.count(", epoch ") == 1, "all is done again, or the cut epoch is not"
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], part) for name, part in expected.items()), "other weights"
+
+
 def small_run(recipe, folder, **settings):
     made = loaded(recipe, folder, epochs=1, output=folder / "a new one" / "out.csv", **settings)
     made["main"]()
@@ -584,7 +618,15 @@ def test_what_the_other_texts_say_already_is_kept(recipe, folder):
     test.assign(**theirs).to_csv(folder / "test.csv", index=False)
     found = small_run(recipe, folder)
     assert set(found[f"given {answer}"]) == {"theirs"} and "theirs" not in set(found[answer])
+    assert set(found[f"given given {answer}"]) == {"before"}, "two columns of one name"
     assert recipe.decoder or set(found["given p_numpy"]) == {"theirs"} and "theirs" not in set(found["p_numpy"])
+
+
+def test_a_column_of_texts_may_have_a_name_like_an_answers(tmp_path):
+    recipe, folder = of("fp32, AdamW"), files(tmp_path, decoder=False)
+    for name in ("train.csv", "test.csv"):
+        pandas.read_csv(folder / name).rename(columns={"text": "p_text"}).to_csv(folder / name, index=False)
+    assert list(small_run(recipe, folder, text="p_text").columns)[:2] == ["p_text", "id"]
 
 
 def test_a_prompt_is_as_long_when_it_is_answered_as_when_it_was_learned():
@@ -607,6 +649,18 @@ def test_short_completions_leave_more_to_prompts(recipe, folder, capsys):
     made = loaded(recipe, folder, epochs=1)
     made["main"]()
     assert made["CFG"].new_tokens < 5 and f"{len(train)} of {len(train)} prompts fill what" in capsys.readouterr().out
+
+
+def test_a_packed_model_ends_before_the_next_one_is_made():
+    """bitsandbytes' layers and their weights hold each other; Python alone would free them at some time."""
+    made = loaded(of("LoRA on 4 bits, fp16, checkpointing", True), ROOT)
+    gc.disable()
+    try:
+        first = weakref.ref(made["make_model"]())
+        made["make_model"]()
+        assert first() is None
+    finally:
+        gc.enable()
 
 
 def test_a_cpu_does_not_pack_weights_anew_in_an_evaluation():
@@ -763,6 +817,7 @@ def test_where_nothing_fits_there_is_no_script(tmp_path, capsys):
         (["--model=bert-huge", "--card=T4", "--length=64"], "model was 'bert-huge'; accepted"),
         (["--model=tiny", "--card=T5", "--length=64"], "card was 'T5'; accepted"),
         (["--model=tiny", "--card=T4", "--length=513"], "length was 513; accepted: 4 to 512"),
+        (["--model=qwen3-0.6b", "--card=T4", "--length=-5"], "length was -5; accepted: 4 to 40,960"),
         (["--model=tiny", "--card=T4", "--length=64", "--recipe=LoRA, fp16"], "recipe was 'LoRA, fp16'"),
         (["--model=tiny", "--card=T4", "--length=64", "--effective-batch=0"], "effective_batch was 0"),
         (["--model=tiny", "--card=T4", "--length=64", "--exact", "--recipe=x", "--script=t.py"], "recipe was 'x';"),

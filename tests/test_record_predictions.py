@@ -96,6 +96,14 @@ def test_a_recording(monkeypatch, tmp_path):
     assert "| A card | 3 of 5 | 2.0 %, 2.0 % | 0.000 %, 0.000 % | 2 | 0.000 % | torch 2 | 2026-01-01 |" in row
 
 
+def test_what_is_not_installed_is_left_out(monkeypatch):
+    monkeypatch.setattr(record_predictions.importlib.util, "find_spec", lambda name: None)
+    cells = [SMALL | {"optimizer": "adamw8bit"}, SMALL | {"lora": 8}]
+    assert record_predictions.predictions(cells, H200) == [({}, False)] * 2
+    reasons = [record_predictions.why_not(cell, False, True) for cell in cells]
+    assert reasons == ["bitsandbytes is not installed", "peft is not installed"]
+
+
 def test_without_a_recording_the_table_says_open():
     assert "open until measured" in stamp.predictions_table([])
 

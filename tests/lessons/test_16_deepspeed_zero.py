@@ -214,6 +214,28 @@ def work(folder, files):
         assert scheduler.last_epoch == 2 and engine.module.training
         return engine, None
 
+    def resumed():
+        """Two epochs, and two with a checkpoint between, as the page says: the same weights?"""
+        data, ends = Ratings(32), []
+        loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=False))
+
+        def made():
+            model = unshaken()
+            optimizer, scheduler = prepared(model)
+            return namespace["share"](model, optimizer, {"stage": 3, "reduce_bucket_size": 1e5}, 4), scheduler
+
+        for stop in (False, True):
+            engine, scheduler = made()
+            namespace["train_zero"](engine, loader, loss_of, scheduler.step)
+            if stop:
+                engine.save_checkpoint(str(folder / "go"), client_state={"schedule": scheduler.state_dict()})
+                engine, scheduler = made()
+                scheduler.load_state_dict(engine.load_checkpoint(str(folder / "go"))[1]["schedule"])
+            namespace["train_zero"](engine, loader, loss_of, scheduler.step)
+            with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+                ends.append(torch.nn.utils.parameters_to_vector(engine.module.parameters()).detach().clone())
+        return torch.equal(*ends)
+
     for name in ("regressor", *SCRIPTS):
         engine, submission = of_a_stranger() if name == "regressor" else outcome(name, files, copied)
         state = engine.optimizer.optimizer.state.values()
@@ -235,6 +257,7 @@ def work(folder, files):
         found[dtype] = [engine.skipped_steps, engine.global_steps]
     share = namespace["share"]
     found["same head"], found["a head each"] = (two_heads(share, rank, which) for which in ((0, 0), (0, 1)))
+    found["resumed"] = resumed()
     found["frozen first"] = two_heads(share, rank, (0, 0), early_freeze=True)
     (folder / f"found-{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
@@ -341,6 +364,10 @@ def test_what_the_page_warns_of(two_processes):
     assert shared != pytest.approx(alone, rel=0.1), "gradients reach the right heads now: say so on the page"
     shared, alone, _ = found["frozen first"]
     assert shared[0] == 0 < alone[0]
+
+
+def test_a_run_that_is_resumed_as_the_page_says_goes_on(two_processes):
+    assert json.loads((two_processes / "found-0.json").read_text())["resumed"]
 
 
 def test_after_a_process_that_ended_others_wait():

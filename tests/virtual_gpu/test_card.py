@@ -423,3 +423,11 @@ def test_without_gcc_nothing_is_changed(tmp_path):
     ran = subprocess.run(command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
     assert ran.returncode == 2 and "gcc is not here: install gcc and binutils; nothing was changed" in ran.stderr
     assert (there / "kept").exists()
+
+
+def test_a_folder_that_is_no_environment_is_left_alone(tmp_path):
+    (tmp_path / "kept").touch()
+    command = [sys.executable, "-m", "virtual_gpu.environment", tmp_path]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 2 and "is there, and no environment: name a folder that is not" in ran.stderr
+    assert (tmp_path / "kept").exists()
