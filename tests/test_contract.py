@@ -114,6 +114,8 @@ def test_outputs_and_recordings_of_gpus_agree(lesson):
             due.append(bounds._verdict(claim, [("recorded", value) for value in found.values()]))
         claimed = f"{claim['claim']} ({claim['source']})"
         row = next((line for line in shown.splitlines() if line.startswith(claimed)), "")
+        if re.search(r"  [\d.,]+ predicted +– ", row):
+            continue  # what is predicted alone is no recording
         assert all(text in row for text in due), f"{claim['claim']}: {due} {again}"
 
 

@@ -116,7 +116,7 @@ def test_a_fork_with_only_the_kit_attached_and_no_network_twice_in_a_row(lesson,
 
 def no_room(source, there, folder, copytree=shutil.copytree, **options):
     """The copy to the kit's own place ends half-way."""
-    if there.parent != folder:
+    if Path(there).parent != folder:
         return copytree(source, there, ignore=shutil.ignore_patterns("__pycache__"))
     there.mkdir()
     raise OSError("no room")
@@ -132,7 +132,7 @@ def test_the_kit_takes_wheels_along(tmp_path, monkeypatch):
     with pytest.raises(subprocess.CalledProcessError):
         kit.build(tmp_path / "kit", taken=("no-such-package",))
     with monkeypatch.context() as patched, pytest.raises(OSError, match="no room"):
-        patched.setattr(kit.shutil, "copytree", lambda source, there, **_: no_room(source, there, tmp_path))
+        patched.setattr(kit.shutil, "copytree", lambda source, there, *_, **__: no_room(source, there, tmp_path))
         kit.build(tmp_path / "kit")
     assert (attached / "wheels" / wheel.name).exists(), "the earlier kit is gone, and there is no new one"
 

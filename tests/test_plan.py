@@ -817,7 +817,7 @@ def test_where_nothing_fits_there_is_no_script(tmp_path, capsys):
         (["--model=bert-huge", "--card=T4", "--length=64"], "model was 'bert-huge'; accepted"),
         (["--model=tiny", "--card=T5", "--length=64"], "card was 'T5'; accepted"),
         (["--model=tiny", "--card=T4", "--length=513"], "length was 513; accepted: 4 to 512"),
-        (["--model=qwen3-0.6b", "--card=T4", "--length=-5"], "length was -5; accepted: 4 to 40,960"),
+        (["--model=qwen3-0.6b", "--card=T4", "--length=-5"], "length was -5; accepted: 4 to 1,000,000"),
         (["--model=tiny", "--card=T4", "--length=64", "--recipe=LoRA, fp16"], "recipe was 'LoRA, fp16'"),
         (["--model=tiny", "--card=T4", "--length=64", "--effective-batch=0"], "effective_batch was 0"),
         (["--model=tiny", "--card=T4", "--length=64", "--exact", "--recipe=x", "--script=t.py"], "recipe was 'x';"),

@@ -202,7 +202,7 @@ class Gpu:
 
     @property
     def usable(self) -> int:
-        """Bytes that a process can have, at least: 14.56 of a T4's 15.00 GiB, 3.63 of a GTX 1650's 4.00."""
+        """Bytes that a process can have, at least: 14.55 of a T4's 15.00 GiB, 3.63 of a GTX 1650's 4.00."""
         return min(self.memory * 97 // 100, self.total or self.memory)
 
 

@@ -59,7 +59,7 @@ def plan(
         type(effective_batch) is int and 1 <= effective_batch <= 4096, "effective_batch", effective_batch, "1 to 4096"
     )
     longest = models.positions(models.config(model)) or predict.MOST
-    accept(type(length) is int and 4 <= length <= longest, "length", length, f"4 to {longest}, what this model takes")
+    accept(type(length) is int and 4 <= length <= longest, "length", length, f"4 to {longest:,}, what this model takes")
     gpu, step = machine.gpu(card), dict(model=model, length=length, card=card)
     options, alike = {}, {}  # alike: but for the optimizer
     for recipe in recipes(_half(gpu), models.head_share(model)):
