@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import course
+import numpy as np
 import pytest
 
 from notebooks import lessons
@@ -400,6 +401,7 @@ def test_a_guess_is_right_or_too_low_or_too_high():
     assert bounds.guess(12_000, 100, 0.05) == "not yet: you guessed 12,000, which is too high"
     assert bounds.guess(None, 3) == "not yet: your guess is None, and should be a number"
     assert bounds.guess(float("nan"), 3).startswith("not yet")
+    assert not bounds.guess(np.array(3.0), 3)
 
 
 def test_a_claim_that_cannot_be_tested_here_says_what_it_needs(own_facts):

@@ -328,3 +328,9 @@ def test_class_weights_are_counted_as_the_page_says():
         ends.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
     start = torch.nn.utils.parameters_to_vector(regressor().double().parameters()).detach()
     assert (ends[1] - ends[0]).norm() <= 1e-6 * (ends[0] - start).norm()
+
+
+def test_the_exercise_refuses_gradients_left_after_the_last_window():
+    zero = "            optimizer.zero_grad()"
+    said = answer_to_exercise(LESSON, (zero, f"{zero} if batch else None"))
+    assert said.startswith("not yet: 3 steps of 3, weights")

@@ -8,7 +8,7 @@ from stranger import regressor
 from strangers import counted, same_weights
 from torch.utils.data import DataLoader, Dataset
 
-from notebooks import copied, lesson, proof_fails, run, source
+from notebooks import answer_to_exercise, copied, lesson, proof_fails, run, source
 from tutorial_utils import data
 
 LESSON = lesson("08")
@@ -415,3 +415,8 @@ def test_scores_of_a_strangers_decoder_by_text(stranger_files):
     with torch.no_grad():
         wanted = [-model.eval()(input_ids=one, labels=one).loss * (one.shape[1] - 1) for one in ids]
     torch.testing.assert_close(found, torch.stack(wanted), atol=1e-4, rtol=1e-4)
+
+
+def test_the_exercise_refuses_an_order_that_no_seed_repeats():
+    said = answer_to_exercise(LESSON, ("torch.Generator().manual_seed(seed)", "None"))
+    assert said.startswith("not yet") and "'random order, by seed': False" in said

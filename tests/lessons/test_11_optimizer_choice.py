@@ -10,7 +10,7 @@ from stranger import Ratings, regressor
 from strangers import same_weights
 from torch.utils.data import DataLoader
 
-from notebooks import copied, lesson, names, proof_fails, run, source, tags
+from notebooks import answer_to_exercise, copied, lesson, names, proof_fails, run, source, tags
 from tutorial_utils import packages
 
 LESSON = lesson("11")
@@ -366,3 +366,7 @@ def test_the_copied_cell_asks_for_no_model():
     for name in COPIED["KINDS"]:
         build_optimizer(name, [weight], lr=0.1).step()
     assert weight.max() < 1
+
+
+def test_the_exercise_refuses_a_row_of_zeros_divided_by_zero():
+    assert answer_to_exercise(LESSON, (" + 1e-30", "")).startswith("not yet")

@@ -9,7 +9,7 @@ from stranger import Ratings, regressor
 from strangers import competition
 from torch.utils.data import DataLoader
 
-from notebooks import lesson, proof_fails, run, source
+from notebooks import answer_to_exercise, lesson, proof_fails, run, source
 from tutorial_utils import measure
 
 LESSON = lesson("18")
@@ -452,3 +452,9 @@ def test_in_a_strangers_decoder(stranger_files, capsys):
     dense, same, after = strangers.perplexities(capsys)
     assert same == pytest.approx(dense, rel=1e-4) and after < 0.99 * same
     assert experts_that_did_not_move(model) == 0
+
+
+def test_the_exercise_refuses_experts_that_are_counted_from_the_tokens():
+    right = "capacity = -(-factor * len(chosen) // experts)"
+    said = answer_to_exercise(LESSON, (right, right.replace("experts)", "len(chosen.unique()))")))
+    assert said.startswith("not yet")

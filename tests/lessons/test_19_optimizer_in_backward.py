@@ -9,7 +9,7 @@ import torch
 from stranger import Ratings, regressor
 from torch.utils.data import DataLoader
 
-from notebooks import copied, lesson, proof_fails, run, source
+from notebooks import answer_to_exercise, copied, lesson, proof_fails, run, source
 from tutorial_utils import bounds, measure, models
 
 LESSON = lesson("19")
@@ -554,3 +554,14 @@ def test_claims_can_fail(figure, value):
 
     assert verdicts(right) == ["holds (predicted)"] * 3
     assert sum(verdict.startswith("holds") for verdict in verdicts(right | {figure: value})) == 2
+
+
+def test_a_faulty_try_leaves_nothing_to_the_next_one():
+    """Its hooks stay at the model, and would raise before the check has begun."""
+    said = answer_to_exercise(
+        LESSON,
+        ("print(check_exercise(", "def faulty(model):\n    [p.register_post_accumulate_grad_hook(lambda p: 1 / 0) for p"
+         " in model.parameters()]\n\n\ntry:\n    check_exercise(guess, faulty)\nexcept ZeroDivisionError:\n    pass\n"
+         "print(check_exercise("),
+    )  # fmt: skip
+    assert said.splitlines()[-1] == "passed"
