@@ -182,7 +182,7 @@ def test_every_bound_says_why_and_can_fail():
                 accepted = {"why", "needs", "bytes", *classes}
                 assert classes and set(bound) <= accepted, f"{lesson}.{name}: {sorted(bound)}"
                 for low, high in filter(None, map(bound.get, classes)):
-                    widest = 3 if TIME.search(name) else 4 if bound.get("bytes") else 25
+                    widest = 3 if TIME.search(name) else 2 if bound.get("bytes") else 25
                     most = max(widest * low, 0.02)  # from 0: as good as none
                     assert 0 <= low <= high <= most, f"{lesson}.{name}: {low} to {high} says nothing"
 

@@ -10,7 +10,7 @@ import torch
 from stranger import Ratings, regressor
 from torch.utils.data import DataLoader
 
-from notebooks import copied, lesson, names, proof_fails, run, source, tags
+from notebooks import answer_to_exercise, copied, lesson, names, proof_fails, run, source, tags
 from tutorial_utils import models, predict
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -306,3 +306,7 @@ def test_a_late_group_and_states_that_do_not_go_together():
         (loaded := into()).load_state_dict(saved.state_dict())
         with pytest.raises(KeyError, match=said):
             step(model, loaded)
+
+
+def test_the_exercise_refuses_a_state_of_4096_values_in_fp32():
+    assert "not yet: training all" in answer_to_exercise(LESSON, ("p.numel() < 4096", "p.numel() <= 4096"))

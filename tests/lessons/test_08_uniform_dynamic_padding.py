@@ -6,7 +6,7 @@ import strangers
 import torch
 from stranger import regressor
 from strangers import counted, same_weights
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from notebooks import answer_to_exercise, copied, lesson, proof_fails, run, source
 from tutorial_utils import data
@@ -420,3 +420,23 @@ def test_scores_of_a_strangers_decoder_by_text(stranger_files):
 def test_the_exercise_refuses_an_order_that_no_seed_repeats():
     said = answer_to_exercise(LESSON, ("torch.Generator().manual_seed(seed)", "None"))
     assert said.startswith("not yet") and "'random order, by seed': False" in said
+
+
+def test_the_exercise_refuses_batches_that_do_not_use_the_budget():
+    right = "batches = budget_batches(noisy, tokens)"
+    said = answer_to_exercise(LESSON, (right, "batches = length_batches(lengths.tolist(), 16, seed)"))
+    assert "'fits': False" in said
+
+
+def test_a_sampler_draws_first():
+    """As the page says: the rows that it drew, those twice that it drew twice, in batches of like lengths."""
+    lengths = torch.randint(5, 500, (64,), generator=torch.Generator().manual_seed(0)).tolist()
+    drawn = [*WeightedRandomSampler(torch.arange(1.0, 65), 64, generator=torch.Generator().manual_seed(1))]
+    batches = length_batches([lengths[i] for i in drawn], 8, seed=0)
+    batches = [[drawn[i] for i in batch] for batch in batches]
+    assert sorted(sum(batches, [])) == sorted(drawn) and len(set(drawn)) < 64
+    even, random = (
+        sum(max(lengths[i] for i in batch) * len(batch) for batch in way)
+        for way in (batches, [drawn[start : start + 8] for start in range(0, 64, 8)])
+    )
+    assert even < 0.8 * random

@@ -13,7 +13,7 @@ from stranger import Ratings, regressor
 from strangers import same_weights
 from torch.utils.data import DataLoader
 
-from notebooks import copied, lesson, proof_fails, run, source
+from notebooks import answer_to_exercise, copied, lesson, proof_fails, run, source
 from tutorial_utils import measure, models
 
 LESSON = lesson("12")
@@ -283,3 +283,9 @@ def test_in_a_strangers_decoder(stranger_files, capsys):
              for model in (before, after)]  # fmt: skip
     tables = 2 * 2 * 4 * 512**2 * 4  # of each layer one, without dropout
     assert peaks[0] - peaks[1] > 0.95 * tables, peaks
+
+
+def test_the_exercise_refuses_dropout_of_the_outputs():
+    old = "F.scaled_dot_product_attention(query, key, value, ~padding[:, None, None], dropout if training else 0.0)"
+    new = "F.dropout(F.scaled_dot_product_attention(query, key, value, ~padding[:, None, None]), dropout, training)"
+    assert answer_to_exercise(LESSON, (old, new)).startswith("not yet: call F.scaled_dot_product_attention")

@@ -15,7 +15,7 @@ from stranger import Ratings, regressor
 from strangers import same_weights
 from torch.utils.data import DataLoader, DistributedSampler
 
-from notebooks import ROOT, copied, lesson, names, proof_fails, run, source, tags
+from notebooks import ROOT, answer_to_exercise, copied, lesson, names, proof_fails, run, source, tags
 from tutorial_utils import packages
 
 LESSON = lesson("16")
@@ -399,3 +399,10 @@ def test_without_deepspeed(monkeypatch):
 
 if __name__ == "__main__":
     work(*map(Path, sys.argv[1:]))
+
+
+@deepspeed
+def test_the_exercise_refuses_a_loss_that_the_engine_divides_once_more():
+    """AdamW and clipping hide every factor: the weights alone would not tell."""
+    said = answer_to_exercise(LESSON, (" * WORLD", ""))
+    assert said.startswith("not yet: weights")

@@ -11,7 +11,7 @@ from stranger import Ratings, regressor
 from strangers import competition, same_weights
 from torch.utils.data import DataLoader
 
-from notebooks import copied, lesson, proof_fails, source
+from notebooks import answer_to_exercise, copied, lesson, proof_fails, source
 from tutorial_utils import measure
 
 LESSON = lesson("17")
@@ -247,3 +247,8 @@ def test_an_epoch_begins_in_training_mode():
     ready[0].eval()
     train_accelerated(accelerator, *ready, loss_of)
     assert all(module.training for module in model.modules())
+
+
+def test_the_exercise_refuses_windows_of_four_that_are_written_down():
+    said = answer_to_exercise(LESSON, ("% accelerator.gradient_accumulation_steps", "% 4"))
+    assert "not yet: stopped after 5, in windows of 3" in said
