@@ -74,8 +74,8 @@ def autocast():
     return torch.autocast(CFG.device, CFG.half, enabled=CFG.half is not None)
 
 
-def length_batches(lengths, size):
-    """Batches of like lengths in random order: shuffled, sorted within 50 batches, shuffled again (08)."""
+def pooled_batches(lengths, size):
+    """Batches of like lengths in random order: shuffled, sorted within 50 batches, shuffled again (as 08)."""
     chunks = torch.randperm(len(lengths)).split(50 * size)
     batches = [rows for chunk in chunks for rows in chunk[torch.from_numpy(lengths)[chunk].argsort()].split(size)]
     return [batches[i].tolist() for i in torch.randperm(len(batches))]
@@ -83,7 +83,7 @@ def length_batches(lengths, size):
 
 def train_epoch(model, data, collate, criterion, optimizer, scheduler, scaler):
     model.train()
-    batches = length_batches(data.lengths, CFG.micro_batch)
+    batches = pooled_batches(data.lengths, CFG.micro_batch)
     loader = iter(DataLoader(data, batch_sampler=batches, collate_fn=collate, pin_memory=CFG.device == "cuda"))
     total = 0.0
     for start in range(0, len(batches), CFG.steps):

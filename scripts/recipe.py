@@ -82,7 +82,7 @@ def tokens() -> dict:
     def padded(batches):
         return int(sum(len(rows) * lengths[rows].max() for rows in batches))
 
-    alike = of["length_batches"](lengths, 8)
+    alike = of["pooled_batches"](lengths, 8)
     return {"texts": int(lengths.sum()), "fixed": LENGTH * len(lengths), "07": padded(at_random), "08": padded(alike)}
 
 

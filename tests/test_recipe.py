@@ -115,7 +115,7 @@ def test_the_schedule_waits_where_the_scaler_skipped_a_step(script):
 def test_batches_of_like_lengths_have_each_text_once_and_little_padding(script):
     lengths = np.array([len(text.split()) for text in data.load().train["text"][:2000]])
     torch.manual_seed(0)
-    first, second = (script["length_batches"](lengths, 8) for _ in range(2))
+    first, second = (script["pooled_batches"](lengths, 8) for _ in range(2))
     assert sorted(sum(first, [])) == list(range(2000)) and first != second
     padded = sum(len(rows) * lengths[rows].max() for rows in first)
     at_random = sum(8 * lengths[i : i + 8].max() for i in range(0, 2000, 8))

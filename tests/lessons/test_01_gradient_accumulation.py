@@ -138,7 +138,7 @@ def test_a_scaler_changes_nothing():
     ],
 )
 def test_rows_of_a_batch(batch):
-    assert COPIED["rows"](batch) == 7
+    assert COPIED["_rows"](batch) == 7
 
 
 @pytest.mark.parametrize(
@@ -275,8 +275,8 @@ def test_the_exercise_refuses_one_backward_pass_for_a_window():
     """It keeps the activations of all its micro-batches: the memory of the large batch."""
     said = answer_to_exercise(
         LESSON,
-        ("(loss_of(model, batch) * rows(batch)).backward()",
-         "total = (total if seen else 0.0) + loss_of(model, batch) * rows(batch)"),
+        ("(loss_of(model, batch) * _rows(batch)).backward()",
+         "total = (total if seen else 0.0) + loss_of(model, batch) * _rows(batch)"),
         ("            for parameter in", "            total.backward()\n            for parameter in"),
     )  # fmt: skip
     assert "not yet: 3 steps of 3, weights" in said and "peak" in said

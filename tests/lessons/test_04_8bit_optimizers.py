@@ -24,8 +24,8 @@ adamw_8bit = COPIED["adamw_8bit"]
     [
         ('{"optim_bits": 32}', '{"optim_bits": 8}'),
         ("8 * -(-size // 256)", "4 * -(-size // 256)"),
-        ("AdamW8bit(groups, **options)", "AdamW8bit(groups)"),
-        ("AdamW8bit(groups, **options)", "AdamW8bit(model.parameters(), **options)"),
+        ("AdamW8bit(groups, lr=lr, **options)", "AdamW8bit(groups, lr=lr)"),
+        ("AdamW8bit(groups, lr=lr, **options)", "AdamW8bit(model.parameters(), lr=lr, **options)"),
     ],
     ids=["a lost override", "a lost absmax", "lost options", "lost groups"],
 )
@@ -87,7 +87,7 @@ def test_copied():
     model = regressor(width=128).eval()
     exact = step(model, torch.optim.AdamW(model.parameters(), lr=1e-3), batches=6)
     model = regressor(width=128).eval()
-    optimizer = adamw_8bit(model, model.parameters(), lr=1e-3)
+    optimizer = adamw_8bit(model, model.parameters(), 1e-3)
     losses = step(model, optimizer, batches=6)
     assert losses[5] < losses[0]
     assert max(abs(a - b) for a, b in zip(losses, exact, strict=True)) < 1e-3
@@ -106,7 +106,7 @@ def test_keep():
     """Nothing, or another class of modules."""
     for keep, expected in (((), (8, 8)), ((torch.nn.Linear,), (8, 32))):
         model = regressor(width=128)
-        optimizer = adamw_8bit(model, model.parameters(), keep)
+        optimizer = adamw_8bit(model, model.parameters(), keep=keep)
         step(model, optimizer)
         embeddings, layer = model.distilbert.embeddings.word_embeddings, model.pre_classifier
         assert (bits(optimizer, embeddings), bits(optimizer, layer)) == expected
