@@ -275,6 +275,8 @@ def test_the_callback_tells_what_a_trainer_waits():
             idle.on_step_begin(None, None, None)
             time.sleep(0.03)
             idle.on_step_end(None, None, None)
+            time.sleep(0.1)  # an evaluation in the epoch
+            idle.on_evaluate(None, None, None)
         time.sleep(0.1)
     assert 0.17 < idle.waited < 0.3 and 0.4 < idle.waited / (idle.waited + idle.busy) < 0.6
     assert namespace["IdleShare"].waited == 0
@@ -412,3 +414,8 @@ def test_after_a_loop_that_stops_early_the_next_order_goes_with_the_workers():
 def test_a_loader_made_anew_begins_with_the_same_order():
     first, again, other = ([*worker_loader(range(20), 2, shuffle=True, seed=seed)] for seed in (0, 0, 1))
     assert all(map(torch.equal, first, again)) and not all(map(torch.equal, first, other))
+
+
+def test_a_batch_sampler_goes_with_a_batch_size_of_one():
+    loader = worker_loader(range(6), 1, batch_sampler=[[3, 1], [5]])
+    assert [batch.tolist() for batch in loader] == [[3, 1], [5]]

@@ -492,3 +492,13 @@ def test_in_a_strangers_decoder(stranger_files, capsys):
     assert last < 0.9 * untrained and abs(merged / last - 1) < 1e-3
     moved = changes(model, script.AutoModelForCausalLM.from_pretrained(stranger_files / "llama"))
     assert len(moved) == 2 * 7 and all("layers." in name for name in moved)
+
+
+def test_another_lessons_freeze_would_train_the_base():
+    """As the page says, which freezes by requires_grad_."""
+    model = regressor()
+    with_lora(model)
+    frozen = [p for name, p in model.named_parameters() if ".base_layer." in name]
+    assert not any(p.requires_grad for p in frozen)
+    copied(lesson("02"))["freeze"](model, 0)
+    assert any(p.requires_grad for p in frozen)
