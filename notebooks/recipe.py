@@ -17,8 +17,7 @@ class CFG:
     data = os.environ.get("DATA", "/kaggle/input/scores")
     model = os.environ.get("MODEL", "microsoft/deberta-v3-large")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    targets = ["wording", "content"]
-    max_length = 512
+    targets, max_length = ["wording", "content"], 512
     micro_batch, steps = 8, 4  # 01: a batch of 32, of which 8 texts at a time are on the card
     half = torch.float16 if device == "cuda" else None  # 03: a T4 has no bf16
     encoder_lr, head_lr, weight_decay, max_norm = 1e-5, 1e-4, 0.01, 1.0
@@ -136,7 +135,8 @@ def train_fold(train, valid, tokenizer):
 def main():
     torch.manual_seed(CFG.seed)
     tokenizer = AutoTokenizer.from_pretrained(CFG.model)
-    train, test = (pd.read_csv(f"{CFG.data}/{name}.csv", dtype={"id": str}) for name in ("train", "test"))
+    options = dict(dtype={"id": str}, keep_default_na=False, na_values="")  # "None" may be a text
+    train, test = (pd.read_csv(f"{CFG.data}/{name}.csv", **options) for name in ("train", "test"))
     train, test = train.dropna(subset=CFG.targets), test[["id", "text"]]  # one NaN makes all gradients of its step NaN
     found, fold = 0.0, np.arange(len(train)) % CFG.folds
     for held_out in range(CFG.folds):
