@@ -135,13 +135,13 @@ def train_fold(train, valid, tokenizer):
 def main():
     torch.manual_seed(CFG.seed)
     tokenizer = AutoTokenizer.from_pretrained(CFG.model)
-    options = dict(dtype={"id": str}, keep_default_na=False, na_values="")  # "None" may be a text
+    options = dict(dtype={"id": str, "text": str}, keep_default_na=False)  # "None" may be a text, but is no target
     train, test = (pd.read_csv(f"{CFG.data}/{name}.csv", **options) for name in ("train", "test"))
-    train, test = train.dropna(subset=CFG.targets), test[["id", "text"]]  # one NaN makes all gradients of its step NaN
+    train = train.assign(**train[CFG.targets].apply(pd.to_numeric, errors="coerce")).dropna(subset=CFG.targets)
     found, fold = 0.0, np.arange(len(train)) % CFG.folds
     for held_out in range(CFG.folds):
         model = train_fold(train[fold != held_out], train[fold == held_out], tokenizer)
-        found = found + predict(model, Texts(test, tokenizer), collator(tokenizer)) / CFG.folds
+        found = found + predict(model, Texts(test[["text"]], tokenizer), collator(tokenizer)) / CFG.folds
         del model  # before the next one is made
     return test[["id"]].assign(**dict(zip(CFG.targets, found.T)))
 

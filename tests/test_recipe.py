@@ -127,7 +127,11 @@ def test_a_row_without_a_target_is_left_out(script, tmp_path):
     for name in ("train", "test"):
         frame = script["pd"].read_csv(f"{script['CFG'].data}/{name}.csv").head(24)
         if name == "train":
-            frame.loc[3, script["CFG"].targets[0]] = float("nan")
+            frame = frame.astype(object)
+            frame.loc[3, script["CFG"].targets[0]], frame.loc[4, script["CFG"].targets[1]] = float("nan"), "NaN"
+        frame.loc[[0, 1], "text"] = "None", ""  # a word, and no text
         frame.to_csv(tmp_path / f"{name}.csv", index=False)
     script["CFG"].data, script["CFG"].epochs, script["CFG"].folds = tmp_path, 1, 2
-    assert script["main"]().notna().all(axis=None)
+    found = script["main"]()
+    assert found.notna().all(axis=None) and len(found) == 24
+    assert not np.allclose(found.iloc[0, 1:].tolist(), found.iloc[1, 1:].tolist()), "the word None is no empty text"

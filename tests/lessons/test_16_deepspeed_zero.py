@@ -397,12 +397,12 @@ def test_without_deepspeed(monkeypatch):
     assert printed[-1].strip() == "DDP, of two processes to one: close (1e-3)"
 
 
-if __name__ == "__main__":
-    work(*map(Path, sys.argv[1:]))
-
-
 @deepspeed
 def test_the_exercise_refuses_a_loss_that_the_engine_divides_once_more():
     """AdamW and clipping hide every factor: the weights alone would not tell."""
     said = answer_to_exercise(LESSON, (" * WORLD", ""))
     assert said.startswith("not yet: weights")
+
+
+if __name__ == "__main__":
+    work(*map(Path, sys.argv[1:]))

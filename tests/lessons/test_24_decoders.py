@@ -86,9 +86,9 @@ def test_the_pages_loops_for_accumulation_and_validation():
         plain(**whole).loss.backward()
         one.step()
         one.zero_grad()
-    given = COPIED | {"loader": [BatchEncoding(part) for part in parts], "accumulation": 2}
+    given = COPIED | {"loader": [dict(parts[0]), *map(BatchEncoding, parts[1:])], "accumulation": 2}
     step = "    optimizer.step()\n    optimizer.zero_grad()\n"
-    run("import itertools\n" + LESSON.fenced("islice") + step, given | {"model": changed, "optimizer": other})
+    run(LESSON.fenced("islice") + step, given | {"model": changed, "optimizer": other})
     assert strangers.same_weights(plain, changed, stranger())
 
     said = {"total": 0, "count": 0, "chunked_loss": chunked_loss, "model": changed.eval()}
@@ -102,8 +102,7 @@ def test_the_pages_loops_for_accumulation_and_validation():
 def test_the_pages_loops_pass_over_what_has_no_labels():
     model, batch = stranger(), batch_of(4)
     empty = BatchEncoding(batch | {"labels": torch.full_like(batch["labels"], -100)})
-    run("import itertools\n" + LESSON.fenced("islice"),
-        COPIED | {"loader": [empty], "accumulation": 2, "model": model})  # fmt: skip
+    run(LESSON.fenced("islice"), COPIED | {"loader": [empty], "accumulation": 2, "model": model})
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
     said = {"total": 0, "count": 0, "chunked_loss": chunked_loss, "model": model, "batch": empty}
     run(LESSON.fenced("total, count"), said)
