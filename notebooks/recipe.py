@@ -82,6 +82,7 @@ def pooled_batches(lengths, size):
 
 def train_epoch(model, data, collate, criterion, optimizer, scheduler, scaler):
     model.train()
+    model.backbone.embeddings.eval()  # 02
     batches = pooled_batches(data.lengths, CFG.micro_batch)
     loader = iter(DataLoader(data, batch_sampler=batches, collate_fn=collate, pin_memory=CFG.device == "cuda"))
     total = 0.0
@@ -110,8 +111,7 @@ def train_epoch(model, data, collate, criterion, optimizer, scheduler, scaler):
 def predict(model, data, collate):
     """Predictions in the order of the rows, though the longest texts come first (08)."""
     model.eval()
-    order = np.argsort(-data.lengths, kind="stable")
-    outputs = []
+    order, outputs = np.argsort(-data.lengths, kind="stable"), []
     for inputs, _ in DataLoader(data, 4 * CFG.micro_batch, sampler=order.tolist(), collate_fn=collate):
         with autocast():
             outputs.append(model(inputs.to(CFG.device)).float().cpu())

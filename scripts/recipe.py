@@ -54,12 +54,17 @@ class Long:
         return [1] * LENGTH, np.zeros(2, "float32")
 
 
+def model_of(of: dict) -> torch.nn.Module:
+    """The script's model over an untrained MODEL."""
+    of["AutoModel"].from_pretrained = lambda name, dtype: models.untrained(models.config(MODEL)).base_model.to(dtype)
+    return of["Model"]()
+
+
 def counted(edits: dict[str, str]) -> dict | str:
     """Bytes of an epoch of two steps: of tensors, and of the card as nvidia-smi would show it."""
     of = recipe(edits)
     torch.manual_seed(0)
-    of["AutoModel"].from_pretrained = lambda name: models.untrained(models.config(MODEL)).base_model
-    model = of["Model"]().to("cuda")
+    model = model_of(of).to("cuda")
     optimizer, scaler = of["optimizer_of"](model), torch.amp.GradScaler("cuda", enabled=of["CFG"].half is not None)
     scheduler, collate = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0), of["collator"](data.tokenizer())
     try:

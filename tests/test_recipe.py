@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import recipe
 import torch
+import transformers
 
 from tutorial_utils import data
 
@@ -29,6 +30,14 @@ def test_it_is_one_short_file_and_each_edit_is_of_it():
     assert len(recipe.SCRIPT.read_text().splitlines()) <= 150
     for name, (_, edits) in recipe.WITHOUT.items():
         assert recipe.recipe(edits)["Model"], name
+
+
+def test_what_is_counted_is_the_scripts_model(monkeypatch):
+    monkeypatch.setattr(recipe, "MODEL", "tiny")
+    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", None)  # put back after it
+    model = recipe.model_of(recipe.recipe({}))
+    trained = {name.split(".")[0] for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"backbone", "head"} and not model.backbone.embeddings.word_embeddings.weight.requires_grad
 
 
 def test_it_learns_and_predicts_rows_without_targets_in_their_order(script, capsys):
