@@ -455,6 +455,32 @@ def test_a_session_that_ends_while_it_writes_goes_on_from_the_epoch_before(recip
     assert all(torch.equal(weights[name], part) for name, part in expected.items()), "other weights"
 
 
+@pytest.mark.parametrize("recipe", [of("fp16, AdamW"), of("LoRA, fp16", True)], ids=["encoder", "decoder"])
+def test_in_fp16_as_on_a_t4_the_scale_goes_on_where_it_was(recipe, folder, as_in_a_lesson):
+    def scales_of(made):  # at the beginning of each epoch
+        half = torch.float16
+        made.update(HALF=half, PRECISION=torch.autocast(made["CFG"].device, half))
+        own, scales = made["train_accumulated"], []
+
+        def train_accumulated(model, optimizer, loader, loss_of, step, scaler, *given, **options):
+            scales.append(scaler.get_scale())
+            scaler.set_growth_interval(2)
+            own(model, optimizer, loader, loss_of, step, scaler, *given, **options)
+
+        made["train_accumulated"] = train_accumulated
+        return scales
+
+    short = dict(max_length=24, folds=2, trained=range(1))
+    whole, resumed = (loaded(recipe, folder, work=folder / name, **short) for name in ("whole", "work"))
+    expected, scales = weights_of(whole), scales_of(whole)
+    copy_after(1, whole, folder / "work")
+    whole["main"]()
+    weights, later = weights_of(resumed), scales_of(resumed)
+    resumed["main"]()
+    assert scales[0] == 2.0**16 != scales[1] == later[0]
+    assert all(torch.equal(weights[name], part) for name, part in expected.items()), "other weights"
+
+
 def small_run(recipe, folder, **settings):
     made = loaded(recipe, folder, epochs=1, output=folder / "a new one" / "out.csv", **settings)
     made["main"]()
