@@ -30,19 +30,21 @@ def chosen():
     return [short[int(commit or "0", 16) % len(short)]]
 
 
-# Run by the other environment: cut the network if it can be cut, then execute the notebook here.
-EXECUTE = """
+# Run by the other environment, before what is tried there: cut the network if it can be cut.
+CUT = """
 import fcntl, socket, struct, sys
-if "cut" in sys.argv:
+if sys.argv[1] == "cut":
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(control, 0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS: loopback up
     assert [name for _, name in socket.if_nameindex()] == ["lo"]
+"""
+NOTEBOOK = """
 import nbformat
 from nbclient import NotebookClient
-notebook = nbformat.read(sys.argv[1], as_version=4)
+notebook = nbformat.read(sys.argv[2], as_version=4)
 NotebookClient(notebook, timeout=300, kernel_name="python3", extra_arguments=["--log-level=ERROR"]).execute()
-print("executed")
 """
+SETUP = (ROOT / "scripts" / "setup_cell.py").read_text()
 # What the other environment's interpreters do at their start: note every address of a network that is asked for.
 WATCH = """
 import os, sys
@@ -60,9 +62,9 @@ sys.addaudithook(watch)
 
 @pytest.fixture(scope="module")
 def other_environment(tmp_path_factory):
-    """(python of an environment that has the libraries and not the course, its log of addresses)."""
+    """(python of an environment that has the libraries, pip too, and not the course, its log of addresses)."""
     folder = tmp_path_factory.mktemp("platform")
-    venv.create(folder, with_pip=True, symlinks=True)
+    venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
     site = Path(subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
                                capture_output=True, text=True, check=True).stdout.strip())  # fmt: skip
@@ -70,6 +72,18 @@ def other_environment(tmp_path_factory):
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
     (site / "sitecustomize.py").write_text(WATCH.format(log=str(log)))
     return python, log
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A kit, made once: pip takes seconds for its wheel."""
+    return kit.build(tmp_path_factory.mktemp("built") / "small-gpu-course")
+
+
+def remove(python, package: str):
+    """What pip installed of a package in the other environment."""
+    for part in (python.parents[1] / "lib").glob(f"python*/site-packages/{package}*"):
+        shutil.rmtree(part) if part.is_dir() else part.unlink()
 
 
 def without_network() -> list[str]:
@@ -80,20 +94,25 @@ def without_network() -> list[str]:
     return []
 
 
-def execute(python, notebook: Path, folder: Path, **variables):
+def execute(python, code: str, folder: Path, *arguments, **variables):
     prefix = without_network()
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "COURSE_KIT", "COURSE_BOUNDS")}
     return subprocess.run(
-        [*prefix, str(python), "-c", EXECUTE, str(notebook), *(["cut"] if prefix else [])],
+        [*prefix, python, "-c", f"{CUT}{code}\nprint('executed')", "cut" if prefix else "whole", *arguments],
         cwd=folder, env=clean | variables, capture_output=True, text=True,
     )  # fmt: skip
 
 
+def torch_of(python) -> str:
+    code = "import importlib.util; print(importlib.util.find_spec('torch').origin)"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
 @pytest.mark.skipif(not without_network(), reason="this machine allows no namespace without a network")
 @pytest.mark.parametrize("lesson", chosen(), ids=lambda path: path.stem)
-def test_a_fork_with_only_the_kit_attached_and_no_network_twice_in_a_row(lesson, other_environment, tmp_path):
+def test_a_fork_with_only_the_kit_attached_and_no_network_twice_in_a_row(lesson, built, other_environment, tmp_path):
     python, log = other_environment
-    attached = kit.build(tmp_path / "attached" / "small-gpu-course")
+    attached = shutil.copytree(built, tmp_path / "attached" / built.name)
     assert {p.suffix for p in attached.iterdir()} >= {".whl"}
     tiny = attached / "course" / "tutorial_utils" / "tiny"
     assert {p.name for p in tiny.iterdir()} >= {"model.safetensors", "tokenizer.json", "config.json"}
@@ -102,15 +121,12 @@ def test_a_fork_with_only_the_kit_attached_and_no_network_twice_in_a_row(lesson,
     notebook = nbformat.read(lesson, as_version=4)
     notebook.cells += [nbformat.from_dict(dict(cell, id=f"again-{n}")) for n, cell in enumerate(notebook.cells)]
     nbformat.write(notebook, fork / lesson.name)
-    torch_before = subprocess.run([python, "-c", "import torch; print(torch.__file__)"], capture_output=True).stdout
-    subprocess.run([python, "-m", "pip", "uninstall", "-qy", "tutorial_utils"], capture_output=True)
-    done = execute(python, fork / lesson.name, fork, COURSE_KIT=str(tmp_path / "attached"))
+    torch_before = torch_of(python)
+    remove(python, "tutorial_utils")
+    done = execute(python, NOTEBOOK, fork, lesson.name, COURSE_KIT=str(tmp_path / "attached"))
     assert "executed" in done.stdout, done.stdout + done.stderr
     assert not log.exists(), f"the network was tried unasked: {log.read_text()}"
-    assert (
-        torch_before
-        == subprocess.run([python, "-c", "import torch; print(torch.__file__)"], capture_output=True).stdout
-    )
+    assert torch_before == torch_of(python)
     assert [p.name for p in fork.iterdir()] == [lesson.name], "the lesson left something in its folder"
 
 
@@ -122,9 +138,17 @@ def no_room(source, there, folder, copytree=shutil.copytree, **options):
     raise OSError("no room")
 
 
-def test_the_kit_takes_wheels_along(tmp_path, monkeypatch):
-    """From a folder that serves as the index, so that no network is needed."""
-    (wheel,) = kit.build(tmp_path / "index").glob("*.whl")
+def test_the_kit_takes_wheels_along(built, tmp_path, monkeypatch):
+    """From a folder that serves as the index, so that no network is needed. Its own wheel is the one made before."""
+    (wheel,) = built.glob("*.whl")
+
+    def pip(command, run=subprocess.run, **options):
+        if "wheel" not in command:
+            return run(command, **options)
+        (made := Path(command[command.index("--wheel-dir") + 1])).mkdir()
+        return shutil.copy(wheel, made)
+
+    monkeypatch.setattr(kit.subprocess, "run", pip)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
     attached = kit.build(tmp_path / "kit", taken=("tutorial_utils",))
@@ -144,21 +168,14 @@ def test_the_watch_on_addresses_can_fail(other_environment):
     log.unlink()
 
 
-def setup_alone(folder: Path) -> Path:
-    cell = nbformat.v4.new_code_cell((ROOT / "scripts" / "setup_cell.py").read_text())
-    path = folder / "setup.ipynb"
-    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), path)
-    return path
-
-
-def wheel(folder, name, requires=()):
+def wheel(folder, name, requires=(), version="1.0"):
     """A wheel of an empty package."""
     folder.mkdir(parents=True, exist_ok=True)
-    about = f"{name}-1.0.dist-info"
+    about = f"{name}-{version}.dist-info"
     needs = "".join(f"Requires-Dist: {one}\n" for one in requires)
-    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
         archive.writestr(f"{name}.py", "x = 1\n")
-        archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{needs}")
+        archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
         archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{about}/RECORD", "")
 
@@ -168,6 +185,8 @@ def test_what_is_missing_comes_from_the_kit_and_replaces_nothing(other_environme
     """By pip itself: what the package needs is there already, or it is not had."""
     python, _ = other_environment
     wheel(tmp_path / "kit" / "course" / "wheels", "no_such_package", requires)
+    if requires != ["numpy"]:  # or pip would fail anyway, for want of it
+        wheel(tmp_path / "kit" / "course" / "wheels", "numpy", version="0.0.1")
     code = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -179,7 +198,7 @@ print(numpy.__version__, packages.left_out)
 """
     clean = {**os.environ, "COURSE_KIT": str(tmp_path / "kit")}
     done = subprocess.run([python, "-c", code], cwd=tmp_path, env=clean, capture_output=True, text=True)
-    subprocess.run([python, "-m", "pip", "uninstall", "-qy", "no_such_package"], capture_output=True)
+    remove(python, "no_such_package")
     *said, versions = done.stdout.splitlines()
     import numpy
 
@@ -193,26 +212,26 @@ print(numpy.__version__, packages.left_out)
 
 def test_setup_finds_the_course_beside_the_notebook(other_environment, tmp_path):
     python, _ = other_environment
-    subprocess.run([python, "-m", "pip", "uninstall", "-qy", "tutorial_utils"], capture_output=True)
+    remove(python, "tutorial_utils")
     (tmp_path / "lessons").mkdir()
     (tmp_path / "tutorial_utils").symlink_to(ROOT / "tutorial_utils")
-    done = execute(python, setup_alone(tmp_path / "lessons"), tmp_path / "lessons", COURSE_KIT=str(tmp_path / "none"))
+    done = execute(python, SETUP, tmp_path / "lessons", COURSE_KIT=str(tmp_path / "none"))
     assert "executed" in done.stdout, done.stderr
 
 
 def test_setup_says_what_to_do_where_the_kit_is_cut_off(other_environment, tmp_path):
     python, _ = other_environment
-    subprocess.run([python, "-m", "pip", "uninstall", "-qy", "tutorial_utils"], capture_output=True)
+    remove(python, "tutorial_utils")
     (half := tmp_path / "kit" / "tutorial_utils-1.0-py3-none-any.whl").parent.mkdir()
     half.write_bytes(b"PK" + bytes(1000))
-    done = execute(python, setup_alone(tmp_path), tmp_path, COURSE_KIT=str(half.parent))
+    done = execute(python, SETUP, tmp_path, COURSE_KIT=str(half.parent))
     assert "executed" not in done.stdout and "CalledProcessError" not in done.stderr
     assert "tutorial_utils: attach the kit (scripts/kit.py makes it) or put it beside this file" in done.stderr
 
 
 def test_setup_says_what_to_do_where_the_course_is_nowhere(other_environment, tmp_path):
     python, _ = other_environment
-    subprocess.run([python, "-m", "pip", "uninstall", "-qy", "tutorial_utils"], capture_output=True)
-    done = execute(python, setup_alone(tmp_path), tmp_path, COURSE_KIT=str(tmp_path / "none"))
+    remove(python, "tutorial_utils")
+    done = execute(python, SETUP, tmp_path, COURSE_KIT=str(tmp_path / "none"))
     assert "executed" not in done.stdout
     assert "tutorial_utils: attach the kit (scripts/kit.py makes it) or put it beside this file" in done.stderr

@@ -366,6 +366,7 @@ def test_what_the_page_warns_of(two_processes):
     assert shared[0] == 0 < alone[0]
 
 
+@deepspeed
 def test_a_run_that_is_resumed_as_the_page_says_goes_on(two_processes):
     assert json.loads((two_processes / "found-0.json").read_text())["resumed"]
 
