@@ -156,7 +156,11 @@ def test_the_check_sees_a_model_and_a_head_that_packing_does_not_suit(kind, head
     model, (ids, mask) = a_small(kind), reviews(8)
     before = head(model(ids, attention_mask=mask), mask)
     packed(model)
-    after = head(model(ids, attention_mask=mask), mask)
+    try:
+        after = head(model(ids, attention_mask=mask), mask)
+    except ValueError as error:  # of ConvBERT in transformers 5.0: it takes no mask of pairs
+        assert most is None and "Wrong shape for input_ids" in str(error)
+        return
     apart = (before - after).abs().max() if before.shape == after.shape else float("inf")
     assert apart <= most if most else apart > 1e-3
 
