@@ -47,7 +47,8 @@ test: .venv/installed
 		test -n "$$again" && $(LESSONS) $$again; }
 
 # Besides: every lesson in a fork's folder without a network, twice in a row, and on machines that are imitated; each
-# fault with a whole lesson; each proof broken in every way (PART=proofs); 2,000 cases of bad input; random plans.
+# fault with a whole lesson; each proof broken in every way, and lesson 14 in a script by Inductor (PART=proofs); all
+# predictions; 2,000 cases of bad input; random plans.
 test-all: test all-of
 all-of: .venv/installed
 	$(if $(filter proofs,$(PART)),,COURSE_TEST_ALL=1 $(PYTEST) $(if $(PART),tests/test_$(PART).py,$(ALL_OF)))

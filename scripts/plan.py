@@ -42,8 +42,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--model", required=True, type=models.named,
                          help=f"one of {', '.join(models.names())}, or what the hub calls one of these")  # fmt: skip
     options.add_argument("--card", required=True, type=one_of_them,
-                         help='a GPU of tutorial_utils/facts/gpus.toml, a word of one, or "6 GiB", '
-                              'as for a model with less memory: an RTX 4060 Ti is that of 16 GiB')  # fmt: skip
+                         help='a GPU of tutorial_utils/facts/gpus.toml, a word of one, or a size: "8 GiB", as for '
+                              'the smaller of two of one name (an RTX 4060 Ti is here that of 16 GiB)')  # fmt: skip
     options.add_argument("--length", required=True, type=int, help="tokens of the longest text")
     options.add_argument("--effective-batch", type=int, default=32,
                          help="texts of one optimizer step, 32 by default: micro-batches divide it")  # fmt: skip

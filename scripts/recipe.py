@@ -21,7 +21,13 @@ TARGET = FOLDER / "recipe.json"
 MODEL, LENGTH, BATCH = "deberta-v3-large", 512, 32
 WITHOUT = {  # technique → its lesson, and what stands in its place: the code of the recipe, and other code
     "micro-batches of 8": ("01", {"micro_batch, steps = 8, 4": "micro_batch, steps = 32, 1"}),
-    "frozen embeddings": ("02", {"embeddings.requires_grad_(False)": "embeddings.requires_grad_(True)"}),
+    "frozen embeddings": (
+        "02",
+        {
+            "embeddings.requires_grad_(False)": "embeddings.requires_grad_(True)",
+            "    model.backbone.embeddings.eval()  # 02\n": "",
+        },
+    ),
     "fp16": ("03", {'half = torch.float16 if device == "cuda" else None': "half = None"}),
     "8-bit AdamW": ("04", {"bnb.optim.AdamW8bit(": "torch.optim.AdamW("}),
     "checkpointing": (

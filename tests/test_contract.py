@@ -60,6 +60,15 @@ def test_executed_in_one_run_without_errors(lesson):
 
 
 @LESSONS
+def test_no_link_stands_in_a_link_or_in_code(lesson):
+    """Numbers of lessons are stamped as links: put "03" into code, and other words into a link with a place."""
+    for text in (source(cell) for cell in lesson.cells if cell["cell_type"] == "markdown"):
+        assert not re.search(r"\[\[[Ll]esson", text), text
+        for code in text.split("```")[1::2]:
+            assert ".ipynb)" not in code, code
+
+
+@LESSONS
 @pytest.mark.parametrize(("tag", "verdict"), [("proof", r"(equal|close \([\w .%-]+\))"), ("check", "inside")])
 def test_verdicts_print_names_only(lesson, tag, verdict):
     (cell,) = lesson.tagged(tag)

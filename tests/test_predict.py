@@ -24,7 +24,8 @@ PLAIN = [
     dict(name=name, attention=attention, padded=padded, optimizer=optimizer, accumulate=accumulate)
     for row, (name, attention) in enumerate(ARCHITECTURES)
     for padded, optimizer, accumulate in itertools.product((False, True), ("adamw", "sgd"), (1, 3))
-    if EVERY or (row + padded + (optimizer == "sgd") + accumulate // 3) % 2 == 0  # each pair of these, in one of two
+    if EVERY
+    or (row + padded + (optimizer == "sgd") + accumulate // 3) % 2 == 0  # half, in which each pair of values occurs
 ]
 # Two shapes: the peak at the turn from forward to backward, and in the optimizer's step. Each technique has one of them
 # in two of the architectures, and the other one in the third; with COURSE_TEST_ALL=1 both in all.
