@@ -395,6 +395,7 @@ def test_any_module_from_a_function():
 
 
 # Bytes that PyTorch's allocator counted beside the result, on virtual cards: torch 2.13.0+cu130, 2026-11-29.
+# tests/virtual_gpu counts them again.
 SUMS = {  # shape, dimensions: on a T4, on an A100
     ((4096, 768), (0,)): (21_233_688, 25_165_848),
     ((131072, 4), (0,)): (4_100, 4_100),
@@ -416,7 +417,7 @@ ATTENTION = {  # type, width of a head, length; 2 texts, 3 heads: the largest bu
 
 @pytest.mark.parametrize(("number", "card"), enumerate(("T4", "A100")))
 def test_the_buffers_of_kernels_are_those_that_the_allocator_counted(number, card):
-    """Also what none of a small step shows. tests/virtual_gpu asks the allocator itself."""
+    """Also what none of a small step shows."""
     gpu = machine.gpu(card)
     for (shape, dims), counted in SUMS.items():
         tensor = torch.empty(shape, device="meta")

@@ -2,6 +2,7 @@
 
 import pytest
 from test_card import on, pytestmark  # noqa: F401
+from test_predict import ATTENTION, SUMS
 
 from notebooks import lesson
 
@@ -34,6 +35,34 @@ for (shape, dims), dtype, turned in itertools.product(cases, (torch.float32, tor
 print(held)
 """
     assert int(on(card, code, "none")) > 50, "the sums are too small to need a buffer: nothing was tested"
+
+
+@pytest.mark.parametrize(("number", "card"), enumerate(("T4", "A100")))
+def test_the_bytes_in_test_predict_are_the_allocators(number, card):
+    code = f"""
+found, F = [], torch.nn.functional.scaled_dot_product_attention
+for shape, dims in {[*SUMS]}:
+    tensor = torch.empty(shape, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    result = torch.sum(tensor, dims)
+    found.append(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before - result.nbytes)
+for dtype, width, length in {[*ATTENTION]}:
+    made = [torch.empty(2, length, 3, width, device="cuda", dtype=dtype).transpose(1, 2).requires_grad_()
+            for _ in range(3)]
+    output = F(*made)
+    gradient = torch.empty_like(output)
+    torch.cuda.memory._record_memory_history()
+    output.backward(gradient)
+    trace = torch.cuda.memory._snapshot()["device_traces"][0]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    found.append({{event["size"] for event in trace if event["action"] == "alloc"}})
+print(found)
+"""
+    found = eval(on(card, code, "none"))
+    assert found[: len(SUMS)] == [counted[number] for counted in SUMS.values()]
+    for asked, (case, counted) in zip(found[len(SUMS) :], ATTENTION.items(), strict=True):
+        assert counted[number] in asked, (case, asked)
 
 
 @pytest.mark.parametrize("card", CARDS)
