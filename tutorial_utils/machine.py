@@ -25,7 +25,7 @@ from .check import accept
 GiB = 2**30
 # The oldest versions that the lessons run on, those of platforms/, and the newest that they were tested with.
 OLDEST = {"python": "3.11", "torch": "2.10", "transformers": "5.0"}
-NEWEST = {"python": "3.13", "torch": "2.15", "transformers": "5.23"}
+NEWEST = {"python": "3.13", "torch": "2.15", "transformers": "5.24"}
 NEEDED = ("datasets", "accelerate", "matplotlib")  # beside torch and transformers, by every lesson
 OWN = f"said by {os.getpid()}"  # by which a process knows its own COURSE_BUSY
 LARGE = 14 * GiB  # of a GPU on which lessons train BERT-large
