@@ -25,15 +25,15 @@ from tutorial_utils import bounds, machine, models, planner, predict  # noqa: E4
 from tutorial_utils.figures import size  # noqa: E402
 
 TEMPLATE = ROOT / "scripts" / "train.template"
-OF_THE_SCRIPT = """The script reads train.csv and test.csv: the columns text and label of an encoder's, prompt and
-completion of a decoder's; CFG in it names others. TRAIN, TEST, WORK, OUTPUT, MODEL, FOLDS, EPOCHS and LR in its
+OF_THE_SCRIPT = """The script reads train.csv and test.csv: the columns text and label (a class) of an encoder's, prompt
+and completion of a decoder's; CFG in it names others. TRAIN, TEST, WORK, OUTPUT, MODEL, FOLDS, EPOCHS and LR in its
 environment change its settings, of a decoder's also TRAINED, the number of folds that are trained: a small file needs
 more epochs, or a higher rate. To try a recipe on a CPU, without its model's weights: --model tiny, or tiny-decoder."""
 RATES = {True: 2e-5, False: 2e-4}  # of all parameters, and of adapters
 
 
 def one_of_them(card: str) -> str:
-    """Kaggle offers a "T4 x2"; a script uses one."""
+    """Kaggle offers a "T4 x2"; a process of a script uses one."""
     return card.strip().removesuffix("x2").strip()
 
 

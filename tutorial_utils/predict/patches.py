@@ -87,7 +87,7 @@ PATCHES = (
         "transformers.masking_utils.find_packed_sequence_indices",
         lambda *_: None,
         f"{_BY_VALUE}: positions, for packed texts",
-        versions="transformers 5.0 to 5.23",
+        versions="transformers 5.0 to 5.24",
     ),
     Patch(
         "torch.nn.functional.scaled_dot_product_attention",
