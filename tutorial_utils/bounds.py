@@ -83,7 +83,7 @@ def guess(given, right: float, within: float = 0.0) -> str:
         return f"not yet: your guess is {given}, and should be a number"
     if abs(given - right) <= within * right:
         return ""
-    return f"not yet: you guessed {given:,}, which is too {'high' if given > right else 'low'}"
+    return f"not yet: you guessed {given:,.6g}, which is too {'high' if given > right else 'low'}"
 
 
 def recording() -> bool:
