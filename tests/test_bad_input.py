@@ -327,7 +327,7 @@ def hooked(model):
         (lambda: bounds.compare("00_memory_anatomy", {"a": 10**400}), "figures was"),
         (lambda: bounds.compare(["a"], {}), "lesson was"),
         (lambda: bounds.claims("nope", {}, {}), "lesson was 'nope'"),
-        (lambda: bounds.load(ROOT), "is not JSON"),
+        (lambda: bounds.load(ROOT), "is no recording"),
         (lambda: figures.size("x"), "count was 'x'"),
         (lambda: figures.size(10**400), "count was"),
         (lambda: figures.memory_bars({"a": MEMORY}, "T4"), "card was 'T4'"),
@@ -354,7 +354,7 @@ def test_every_line_is_drawn(monkeypatch):
 
 def test_a_recording_that_is_no_text(tmp_path):
     (path := tmp_path / "cpu.json").write_bytes(b"\xff\xfe{")
-    with pytest.raises(ValueError, match="cpu.json is not JSON"):
+    with pytest.raises(ValueError, match="cpu.json is no recording"):
         bounds.load(path)
     with pytest.raises(ValueError, match="outside was True"):
         figures.memory_bars({"cpu": predict.step_memory("tiny", 1, 8, device="cpu")}, outside=True)

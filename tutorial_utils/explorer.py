@@ -22,7 +22,6 @@ def panel(model: str = "bert-large-uncased", card: str = "Tesla T4", batch: int 
         print(f"{_sentence(predict.step_memory(model, batch, length, card=card), gpu)}\n{lacks}: no panel")
         return
     import ipywidgets
-    from IPython.display import HTML, display
 
     controls = {
         "model": ipywidgets.Dropdown(options=models.names(), value=model),
@@ -36,11 +35,7 @@ def panel(model: str = "bert-large-uncased", card: str = "Tesla T4", batch: int 
         "lora": ipywidgets.Dropdown(options={"none": 0, "rank 8": 8}),
         "padded": ipywidgets.Checkbox(value=True, indent=False),
     }
-    show_controls(controls)
-    verdict, picture = display(HTML(), display_id=True), display(HTML(), display_id=True)
-
-    def say(text):
-        verdict.update({"text/html": f"<p>{html.escape(text)}</p>", "text/plain": text}, raw=True)
+    say, picture = show_controls(controls)
 
     def show(_=None):
         choices = {name: control.value for name, control in controls.items()}
@@ -71,7 +66,7 @@ def no_controls() -> str | None:
 def show_controls(controls: dict, *more):
     """Under each other, by their names; on a page without widgets, a sentence in their place."""
     import ipywidgets
-    from IPython.display import display
+    from IPython.display import HTML, display
 
     for name, control in controls.items():
         control.description = name.replace("_", " ")
@@ -79,6 +74,12 @@ def show_controls(controls: dict, *more):
     view = {"version_major": 2, "version_minor": 0, "model_id": box.model_id}
     static = "<p>Run this cell in Jupyter, Kaggle or Colab to have the controls.</p>"
     display({"application/vnd.jupyter.widget-view+json": view, "text/html": static, "text/plain": ""}, raw=True)
+    verdict, below = display(HTML(), display_id=True), display(HTML(), display_id=True)
+
+    def say(text):
+        verdict.update({"text/html": f"<p>{html.escape(text)}</p>", "text/plain": text}, raw=True)
+
+    return say, below
 
 
 def _sentence(report: predict.Prediction, gpu: machine.Gpu) -> str:

@@ -11,8 +11,6 @@ aten = torch.ops.aten
 # by machine._bf16_time with torch 2.10 and 2.13. Computed in fp32 and rounded, they differ in the order of the sums.
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 _replaced = []  # the library whose kernels multiply now, if not torch's
-# CUDA allocates their results in this order, which decides where a caching allocator puts them.
-LAST_FIRST = {aten.native_dropout.default}
 
 
 def on_cpu(func, args, _=0) -> tuple[torch.Tensor, ...]:
@@ -62,18 +60,13 @@ def multiply_in_fp32():
 def of_torch():
     """Torch's own kernels meanwhile: for times. Afterwards those that were there before."""
     before = bool(_replaced)
-    _restore()
+    while _replaced:
+        _replaced.pop()._destroy()
     try:
         yield
     finally:
-        _restore()
         if before:
             multiply_in_fp32()
-
-
-def _restore():
-    while _replaced:
-        _replaced.pop()._destroy()
 
 
 def _rounded(kernel, keys, *factors, **options):

@@ -32,9 +32,6 @@ LARGE = 14 * GiB  # of a GPU on which lessons train BERT-large
 SLOW, EMULATED = 0.7, 3  # times of bf16 on a CPU, to fp32's, between the classes of `Machine.backend`
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container's processors, as the Linux kernel tells it
 FEW_CORES = 4  # Kaggle's and Colab's, and those of the machines that recorded "cpu"
-ACCELERATORS = (
-    "on Kaggle choose GPU T4 x2 under Settings, Accelerator; on Colab a T4 under Runtime, Change runtime type"
-)
 
 
 @dataclass(frozen=True)
@@ -170,7 +167,8 @@ def limits(here: Machine) -> list[str]:
     major, minor = here.capability or (0, 0)
     lines = {
         f"This build of torch has no kernels for this GPU, {here.name} (sm_{major}{minor}), and the lessons run on "
-        f"the CPU: {ACCELERATORS}.": not here.kernels,
+        "the CPU: on Kaggle choose GPU T4 x2 under Settings, Accelerator; on Colab a T4 under Runtime, Change runtime "
+        "type.": not here.kernels,
         "No GPU: lessons run at a small size, and predict the real sizes.": here.kernels and here.device == "cpu",
         f"This CPU emulates bf16, {here.bf16_time:.0f} times slower than fp32. "
         "Products of halves are computed in fp32 and rounded, except for times.": emulates(here),

@@ -224,12 +224,10 @@ class Tracker(TorchDispatchMode):
         self.phases.append("optimizer" if self._stepping else "backward" if in_backward else "forward")
         # Gradients are off in backward, unless checkpointing computes the forward pass again.
         role = "activations" if in_backward and torch.is_grad_enabled() else "temporary"
-        if isinstance(result, torch.Tensor):
-            self._mark(result, role, func)
-        else:
-            made = tree_leaves(args if result is None else result)  # of lists, in place
-            for tensor in reversed(made) if func in kernels.LAST_FIRST else made:
-                self._mark(tensor, role, func)
+        made = tree_leaves(args if result is None else result)  # of lists, in place
+        # CUDA allocates this one's last result first, which decides where a caching allocator puts them.
+        for tensor in reversed(made) if func is aten.native_dropout.default else made:
+            self._mark(tensor, role, func)
         for tensor in self.held(func, args, len(self.phases)):
             self._mark(tensor, "temporary", func)
         return result
@@ -275,7 +273,7 @@ class Tracker(TorchDispatchMode):
         """Take these for dead, though they live on for a tracker beside this one."""
         for tensor in tensors:
             if tensor is not None:
-                self._died(weakref.ref(self), tensor.untyped_storage()._cdata)
+                self._died(tensor.untyped_storage()._cdata)
         self.phases.append("optimizer")
 
     def report(self) -> Memory:
@@ -330,13 +328,11 @@ class Tracker(TorchDispatchMode):
             block.role, block.owner, block.kept = role, owner or block.owner, len(self.phases)
 
     def _watch(self, key, block, storage):
-        self_reference = weakref.ref(self)
-        block.reference = weakref.ref(storage, lambda _: Tracker._died(self_reference, key))
+        died = weakref.WeakMethod(self._died)
+        block.reference = weakref.ref(storage, lambda _: (alive := died()) and alive(key))
 
-    @staticmethod
-    def _died(self_reference, key):
-        self = self_reference()
-        if self is not None and self._recording:
+    def _died(self, key):
+        if self._recording:
             block = self._blocks.pop(key)
             self.bytes -= block.size
             self.events.append((len(self.phases), -block.size, block))

@@ -1,12 +1,12 @@
 """What is missing here: added from the kit or the network, or left out with what needs it."""
 
-import ast
 import importlib.metadata
 import importlib.util
 import os
 import re
 import site
 import subprocess
+import symtable
 import sys
 import tempfile
 from pathlib import Path
@@ -52,13 +52,8 @@ def excused(error: BaseException, source: str) -> bool:
     if lacks is None:
         return False
     print(f"left out: this cell, which needs {lacks}")
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            _unmade.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            _unmade.add(node.id)
-        elif isinstance(node, ast.alias):
-            _unmade.add((node.asname or node.name).split(".")[0])
+    names = symtable.symtable(source, "cell", "exec").get_symbols()
+    _unmade.update(name.get_name() for name in names if name.is_assigned() or name.is_imported())
     return True
 
 

@@ -122,35 +122,31 @@ def timing(
     taken, counted, budget = [], [], 0.0 if busy or not repeat else _patience / 4
     while True:
         before, started = _processors(), time.perf_counter()
-        given = {name: [] if results else None for name in steps}
-        taken.append(({name: _seconds(step, given[name]) for name, step in steps.items()}, given))
+        taken.append({name: _seconds(step, results) for name, step in steps.items()})
         wall = time.perf_counter() - started
         if not busy and not _disturbed(before, _processors(), wall):
             counted.append(taken[-1])
         settled = len(counted) >= (rounds if repeat else rounds // 2 + 1)
         if len(taken) < rounds:
             continue
-        if settled and all(_agree([once[name] for once, _ in counted]) for name in steps):
+        if settled and all(_agree([once[name][0] for once in counted]) for name in steps):
             break
         budget -= wall
         if budget <= 0:
             break
         _patience -= wall
     kept = counted if settled else taken
-    found = {name: [once[name][0] for _, once in kept] for name in steps} if results else {}
-    return Timing({name: [once[name] for once, _ in kept] for name in steps}, settled, found)
+    seconds, given = ({name: [once[name][part] for once in kept] for name in steps} for part in (0, 1))
+    return Timing(seconds, settled, given if results else {})
 
 
-def _seconds(step, results: list | None = None) -> float:
+def _seconds(step, keep: bool = False) -> tuple[float, object]:
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     synchronize()
     started = time.perf_counter()
     result = step()
     synchronize()
-    seconds = time.perf_counter() - started
-    if results is not None:
-        results.append(result)
-    return seconds
+    return time.perf_counter() - started, result if keep else None
 
 
 def _agree(values: list[float]) -> bool:

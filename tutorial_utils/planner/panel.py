@@ -1,7 +1,5 @@
 """The planner with controls. `panel()`"""
 
-import html
-
 from .. import explorer, machine, models
 from .search import instead, plan, smallest, table
 
@@ -15,7 +13,6 @@ def panel(model: str = "bert-large-uncased", card: str = "Tesla T4", length: int
         print(f"{lacks}: no panel. planner.table(planner.plan({model!r}, {card!r}, {length}, {effective_batch}))")
         return
     import ipywidgets
-    from IPython.display import HTML, display
 
     cards = list(dict.fromkeys([machine.gpu(card).name, *machine.gpus()]))
     controls = {
@@ -28,12 +25,8 @@ def panel(model: str = "bert-large-uncased", card: str = "Tesla T4", length: int
         "no_new_dependency": ipywidgets.Checkbox(indent=False),
     }
     button = ipywidgets.Button(description="plan")
-    explorer.show_controls(controls, button)
+    say, found = explorer.show_controls(controls, button)
     controls["whole"].description, controls["exact"].description = "all parameters are trained", "exact gradients"
-    verdict, found = display(HTML(), display_id=True), display(HTML(), display_id=True)
-
-    def say(text):
-        verdict.update({"text/html": f"<p>{html.escape(text)}</p>", "text/plain": text}, raw=True)
 
     def with_progress(function, groups):
         for number, group in enumerate(groups):

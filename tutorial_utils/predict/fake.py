@@ -75,10 +75,7 @@ class Shapes(FakeTensorMode):
 
     def remembered(self, func, args, kwargs):
         """The results, if their shapes are known from an operation before; else NotImplemented."""
-        try:
-            known = _known.get(_key(func, args, kwargs))
-        except TypeError:
-            return NotImplemented
+        known = _known.get(_hashable(func, args, kwargs))
         if not known:
             return NotImplemented
         if known in ("in place", "nothing"):
@@ -176,19 +173,15 @@ def _counted(func, args, kwargs):
 
 
 def _hashable(func, args, kwargs):
-    """The key, or None where a value cannot be compared."""
+    """By what its results are known, or None where a value cannot be compared."""
+    where = args[0].storage_offset() if func is aten.as_strided.default else None  # it is told a place in the storage
     try:
-        key = _key(func, args, kwargs)
+        named = _metadata(tuple(kwargs.items())) if kwargs else ()  # few have any
+        key = func, _metadata(args), named, torch.get_default_dtype(), where
         hash(key)
         return key
     except TypeError:
         return None
-
-
-def _key(func, args, kwargs):
-    where = args[0].storage_offset() if func is aten.as_strided.default else None  # it is told a place in the storage
-    named = _metadata(tuple(kwargs.items())) if kwargs else ()  # few have any
-    return func, _metadata(args), named, torch.get_default_dtype(), where
 
 
 def _metadata(value):

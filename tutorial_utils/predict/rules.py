@@ -16,12 +16,6 @@ aten, functions = torch.ops.aten, torch.nn.functional
 SUMS = {aten.sum.default: 1, aten.sum.dim_IntList: 1, aten.mean.default: 1, aten.mean.dim: 1,
         aten.linalg_vector_norm.default: 2}  # fmt: skip
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
-BACKWARDS = (
-    aten._softmax_backward_data.default,
-    aten._scaled_dot_product_efficient_attention_backward.default,
-    aten._scaled_dot_product_flash_attention_backward.default,
-)
-HOLDING = PRODUCTS | SUMS.keys() | {*BACKWARDS}
 WARP, MOST_THREADS = 32, 512  # of a block that adds up
 LEAST, MOST = 16, 256  # values for one thread, before blocks share an output
 UNROLLED = 4  # elements that a thread reads at once
@@ -156,24 +150,18 @@ class OnCuda:
         self.gpu, self.products = gpu, {}
 
     def __call__(self, func, args, number):
-        if func not in HOLDING:
-            return ()
+        sizes, known = (), self.gpu is not None and self.gpu.multiprocessors
         if func in PRODUCTS:
             self.products.setdefault("forward" if torch._C._current_graph_task_id() == -1 else "backward", number)
-        known = self.gpu is not None and self.gpu.multiprocessors
-        softmax, efficient, flash = BACKWARDS
-        if func is softmax:
-            sizes = (args[0].nbytes,)  # the gradient times the output. Source: ATen's cuda/SoftMax.cu
+            sizes = [matrix.numel() * matrix.itemsize for matrix in args[-2:] if copied(matrix)]
         elif func in SUMS and known:
             sizes = sum_buffer(args[0].shape, args[0].stride(), _dims(args, SUMS[func]), self.gpu)
-        elif func is efficient:
+        elif func is aten._softmax_backward_data.default:
+            sizes = (args[0].nbytes,)  # the gradient times the output. Source: ATen's cuda/SoftMax.cu
+        elif func is aten._scaled_dot_product_efficient_attention_backward.default:
             sizes = efficient_buffers(args[1], args[2], self.gpu if known else None)
-        elif func is flash:
+        elif func is aten._scaled_dot_product_flash_attention_backward.default:
             sizes = flash_buffers(args[1], args[2])
-        elif func in PRODUCTS:
-            sizes = [matrix.numel() * matrix.itemsize for matrix in args[-2:] if copied(matrix)]
-        else:
-            sizes = ()
         return [torch.empty(size, dtype=torch.uint8) for size in sizes]
 
 
