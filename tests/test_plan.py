@@ -531,8 +531,9 @@ def test_what_a_folder_holds_is_of_these_data_and_settings(recipe, folder, monke
         runs.append(run_of(recipe, folder, model=str(place)))
     with monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "is_available", lambda: True)
-        patched.setattr(torch.cuda, "get_device_name", lambda number: "Tesla T4")
-        runs.append(run_of(recipe, folder))
+        for card in ("Tesla T4", "Tesla P100"):
+            patched.setattr(torch.cuda, "get_device_name", lambda number, card=card: card)
+            runs.append(run_of(recipe, folder))
     train = pandas.read_csv(folder / "train.csv")
     for row, column in ((3, answer), (5, "prompt" if recipe.decoder else "text")):
         changed = train.copy()
@@ -714,18 +715,23 @@ def test_main_once_more_in_the_same_process_goes_on(recipe, folder, capsys):
     assert "epoch 1 of 1" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("done", [True, False])
 @pytest.mark.parametrize("recipe", [of("fp32, AdamW")], ids=["encoder"])
-def test_two_processes_share_the_folds(recipe, folder):
-    """What another one trains comes last, when it is done there, or has ended."""
+def test_two_processes_share_the_folds(recipe, done, folder):
+    """What another one trains comes last: when it is done there, or has ended."""
     made = loaded(recipe, folder, epochs=1, max_length=24)
     made["main"]()
     alone = pandas.read_csv(folder / "out.csv")
-    for path in (folder / "work").glob("*/*.npz"):
+    first, second = (made["Files"](fold).npz for fold in range(2))
+    of_the_other = first.read_bytes()
+    for path in (first, second):
         path.unlink()
     own, order, other = made["train_fold"], [], FileLock(f"{made['Files'](0).best}.busy")
 
     def train_fold(fold, *given):
         order.append(fold)
+        if fold == 1 and done:
+            first.write_bytes(of_the_other)
         if fold == 1:
             other.release()
         own(fold, *given)
@@ -733,7 +739,7 @@ def test_two_processes_share_the_folds(recipe, folder):
     made["train_fold"] = train_fold
     with other:
         made["main"]()
-    assert order == [1, 0]
+    assert order == ([1] if done else [1, 0])
     pandas.testing.assert_frame_equal(pandas.read_csv(folder / "out.csv"), alone)
 
 

@@ -78,7 +78,8 @@ def guess(given, right: float, within: float = 0.0) -> str:
         return f"not yet: your guess is {given}, and should be a number"
     if abs(given - right) <= within * right:
         return ""
-    return f"not yet: you guessed {given:,.6g}, which is too {'high' if given > right else 'low'}"
+    said = f"{given:,}" if isinstance(given, int) else f"{given:,.6g}"
+    return f"not yet: you guessed {said}, which is too {'high' if given > right else 'low'}"
 
 
 def recording() -> bool:
@@ -128,7 +129,7 @@ def compare(lesson: str, figures: dict[str, float], predicted: dict[str, float] 
     figures: names ending in _bytes are absolute, in bytes; the others are ratios or shares. None for one that this
     machine cannot give.
     predicted: the prediction for this machine of each figure in bytes.
-    ValueError where a figure has no bound, a bound no figure, or a recording lacks one.
+    ValueError where a figure has no bound, or a bound no figure. What a recording lacks is judged as without one.
     """
     here = machine.facts()
     if here.virtual == "small":  # which computes no numbers: what is made of bytes is right
@@ -194,7 +195,8 @@ def load(path: Path) -> dict:
         parts = operator.itemgetter("versions", "date", "seconds", "figures")
         _ = content["machine"], *map(parts, content["lessons"].values())  # what lacks one is none
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path.name} is no recording ({error!r}): write it again with `make record`") from None
+        why = f"({type(error).__name__}: {error})"
+        raise ValueError(f"{path.name} is no recording {why}: write it again with `make record`") from None
     return content
 
 

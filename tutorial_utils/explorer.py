@@ -64,7 +64,10 @@ def no_controls() -> str | None:
 
 
 def show_controls(controls: dict, *more):
-    """Under each other, by their names; on a page without widgets, a sentence in their place."""
+    """Under each other, by their names; on a page without widgets, a sentence in their place.
+
+    Returns what says a sentence below them, and the display below that.
+    """
     import ipywidgets
     from IPython.display import HTML, display
 

@@ -60,13 +60,18 @@ def multiply_in_fp32():
 def of_torch():
     """Torch's own kernels meanwhile: for times. Afterwards those that were there before."""
     before = bool(_replaced)
-    while _replaced:
-        _replaced.pop()._destroy()
+    _restore()
     try:
         yield
     finally:
+        _restore()
         if before:
             multiply_in_fp32()
+
+
+def _restore():
+    while _replaced:
+        _replaced.pop()._destroy()
 
 
 def _rounded(kernel, keys, *factors, **options):

@@ -224,10 +224,13 @@ class Tracker(TorchDispatchMode):
         self.phases.append("optimizer" if self._stepping else "backward" if in_backward else "forward")
         # Gradients are off in backward, unless checkpointing computes the forward pass again.
         role = "activations" if in_backward and torch.is_grad_enabled() else "temporary"
-        made = tree_leaves(args if result is None else result)  # of lists, in place
-        # CUDA allocates this one's last result first, which decides where a caching allocator puts them.
-        for tensor in reversed(made) if func is aten.native_dropout.default else made:
-            self._mark(tensor, role, func)
+        if isinstance(result, torch.Tensor):
+            self._mark(result, role, func)
+        else:
+            made = tree_leaves(args if result is None else result)  # of lists, in place
+            # CUDA allocates this one's last result first, which decides where a caching allocator puts them.
+            for tensor in reversed(made) if func is aten.native_dropout.default else made:
+                self._mark(tensor, role, func)
         for tensor in self.held(func, args, len(self.phases)):
             self._mark(tensor, "temporary", func)
         return result
