@@ -12,7 +12,7 @@ from notebooks import ROOT, code_lines
 from tutorial_utils import figures, measure
 
 PACKAGE = sorted((ROOT / "tutorial_utils").rglob("*.py"))
-MOST, MOST_OF_A_MODULE = 1840, 300
+MOST, MOST_OF_A_MODULE = 1850, 300
 # Packages of their own: all their lines, and the order in which one room imports another, the last what they offer.
 ROOMS = {
     "predict": (790, ["fake", "rules", "patches", "allocator", "__init__"]),
