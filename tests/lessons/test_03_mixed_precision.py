@@ -7,7 +7,7 @@ import torch
 from stranger import Ratings, regressor
 from torch.utils.data import DataLoader
 
-from notebooks import copied, lesson, proof_fails
+from notebooks import answer_to_exercise, copied, lesson, proof_fails
 from tutorial_utils import measure
 
 LESSON = lesson("03")
@@ -103,10 +103,13 @@ def test_the_model_runs_in_the_scalers_type():
         ("cuda", False, True),
         ("cuda:0", False, True),
         (torch.device("cuda"), False, True),
+        (0, False, True),
+        (0, True, False),
         ("cpu", False, False),
         ("cpu", True, False),
     ],
-    ids=["A100", "T4", "T4, numbered", "T4, as a device", "CPU alone", "CPU beside an A100"],
+    ids=["A100", "T4", "T4, numbered", "T4, as a device", "T4, by its number", "A100, by its number"]
+    + ["CPU alone", "CPU beside an A100"],
 )
 def test_fp16_where_the_gpu_has_no_bf16(monkeypatch, device, hardware, fp16):
     asked = []
@@ -272,3 +275,8 @@ def loss_of(model, batch):
     one, other = (float(line.split()[-1]) for line in lines)
     assert abs(one / other - 1) <= 0.01
     close(before, after, script.AutoModelForCausalLM.from_pretrained(stranger_files / "llama"), 0.1)
+
+
+def test_the_exercise_refuses_a_schedule_that_moves_at_a_skipped_step():
+    after_each = ("            if scaler.get_scale() >= scale:\n                after_step()", "            after_step()")
+    assert "not yet: 29 steps and 40 calls of after_step" in answer_to_exercise(LESSON, after_each)

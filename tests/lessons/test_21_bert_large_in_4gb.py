@@ -315,6 +315,32 @@ def test_a_window_is_one_batch_however_short(size, steps, count):
     assert (ends[0] - ends[1]).norm() <= 1e-4 * (ends[0] - start).norm()
 
 
+def test_a_loss_may_take_the_labels_out_of_the_batch():
+    """As a loss of one's own often does: `labels = batch.pop("labels")`."""
+
+    def popping(model, batch):
+        labels = batch.pop("labels")
+        return loss_of(model, batch | {"labels": labels})
+
+    ends = []
+    for loss in (loss_of, popping):
+        model = regressor().eval()
+        train_small(model, hooked(model), batches(4, 2), loss, lambda: None, 2)
+        ends.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
+    assert torch.equal(*ends)
+
+
+def test_hooks_that_are_removed_step_no_more():
+    model = regressor()
+    optimizer = adafactor(model.parameters())
+    for hook in step_in_backward(optimizer):
+        hook.remove()
+    before = [p.detach().clone() for p in model.parameters()]
+    loss_of(model, batches(4, 1)[0]).backward()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_the_pages_line_for_a_loop_of_ones_own_waits_for_each_windows_last():
     page = "".join(source(cell) for cell in LESSON.cells if cell["cell_type"] == "markdown")
     (line,) = re.findall(r"`optimizer\.waiting = (number % [^`]*)`", page)
