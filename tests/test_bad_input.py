@@ -70,7 +70,6 @@ def test_cards(card):
     found = clear("gpu", lambda: machine.gpu(card), card)
     if found is not None:
         assert found.memory > 0 and found.usable < found.memory
-        assert machine.card(card) == found.memory
 
 
 @cases(300)

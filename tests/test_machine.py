@@ -302,7 +302,7 @@ def test_kernels(capability, architectures, expected):
 
 
 def test_cards():
-    assert machine.card("Tesla T4") == 15360 * 2**20
+    assert machine.gpu("Tesla T4").memory == 15360 * 2**20
     assert machine.gpu("T4") is machine.gpu("t4") is machine.gpu("Tesla T4") is machine.gpu(machine.gpu("T4"))
     assert 14.5 * 2**30 < machine.gpu("T4").usable < 14.56 * 2**30  # what a T4 gives a process
     assert all(gpu.usable <= gpu.total for gpu in machine.gpus().values())

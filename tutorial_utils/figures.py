@@ -68,7 +68,7 @@ def memory_bars(reports: dict[str, Memory], card: int | None = None, card_name="
     outside: also what a prediction's card holds besides tensors. show: what takes the picture, in place of display.
     """
     _some("reports", reports, Memory)
-    accept(card is None or isinstance(card, numbers.Real), "card", card, 'bytes, such as machine.card("Tesla T4")')
+    accept(card is None or isinstance(card, numbers.Real), "card", card, 'bytes, such as machine.gpu("T4").usable')
     predicted = not outside or all(getattr(report, "card_bytes", None) for report in reports.values())
     accept(predicted, "outside", outside, "False, or True for predictions, which know it")
     if (axes := _axes(max(1.8, 0.9 + 0.45 * len(reports)))) is None:

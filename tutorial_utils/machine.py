@@ -257,11 +257,6 @@ def gpu(card: str | int | Gpu) -> Gpu:
     return chosen[0]
 
 
-def card(name: str) -> int:
-    """Bytes of memory of a GPU of facts/gpus.toml. ValueError for one that is not there."""
-    return gpu(name).memory
-
-
 @contextmanager
 def reserved_limit(size: int, context: int):
     """On CUDA, let the allocator reserve at most `size` bytes less those of the CUDA context."""

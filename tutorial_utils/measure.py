@@ -150,7 +150,7 @@ class Tracker(TorchDispatchMode):
     def __init__(self, model, optimizer=None, inputs=(), card: int | None = None, held: Callable | None = None,
                  run: Callable = lambda func, args, kwargs: func(*args, **kwargs)):  # fmt: skip
         super().__init__()
-        accept(card is None or type(card) is int and card >= 1, "card", card, 'bytes, such as machine.card("Tesla T4")')
+        accept(card is None or type(card) is int and card >= 1, "card", card, 'bytes, such as machine.gpu("T4").usable')
         if is_compiled(model) and not self.ignore_compile_internals():
             raise ValueError("model has compiled modules, whose plain code would run here: ask the allocator")
         self.model, self.optimizer, self.card = model, optimizer, card
