@@ -35,8 +35,14 @@ VIRTUAL = "no times on a virtual GPU"
 SMALLER = {"tiny": "cuda-tiny", "bert-base-uncased": "cuda-base"}  # classes of GPUs that train less than BERT-large
 UNJUDGED = (BUSY, UNRECORDED, VIRTUAL)
 EVIDENCE = ("recorded", "predicted", "measured")
-# What a claim on a ratio says, and is judged by: what is saved, what comes on top, or the figure itself.
-JUDGED = {"saving": lambda ratio: 1 - ratio, "overhead": lambda ratio: ratio - 1, "value": lambda value: value}
+# What a claim on a ratio says, and is judged by: what is saved, what comes on top, of a cost or of a speed, or the
+# figure itself.
+JUDGED = {
+    "saving": lambda ratio: 1 - ratio,
+    "overhead": lambda ratio: ratio - 1,
+    "gain": lambda ratio: ratio - 1,
+    "value": lambda value: value,
+}
 # What bounds a figure in bytes, where its lesson says nothing else.
 BYTES = {
     "why": "tensor memory of one step does not depend on the weights or the texts",
