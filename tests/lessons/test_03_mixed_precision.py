@@ -278,5 +278,8 @@ def loss_of(model, batch):
 
 
 def test_the_exercise_refuses_a_schedule_that_moves_at_a_skipped_step():
-    after_each = ("            if scaler.get_scale() >= scale:\n                after_step()", "            after_step()")
+    after_each = (
+        "            if scaler.get_scale() >= scale:\n                after_step()",
+        "            after_step()",
+    )
     assert "not yet: 29 steps and 40 calls of after_step" in answer_to_exercise(LESSON, after_each)
