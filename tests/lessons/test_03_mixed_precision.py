@@ -282,4 +282,4 @@ def test_the_exercise_refuses_a_schedule_that_moves_at_a_skipped_step():
         "            if scaler.get_scale() >= scale:\n                after_step()",
         "            after_step()",
     )
-    assert "not yet: 29 steps and 40 calls of after_step" in answer_to_exercise(LESSON, after_each)
+    assert "not yet: 68 steps and 80 calls of after_step" in answer_to_exercise(LESSON, after_each)
