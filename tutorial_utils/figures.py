@@ -232,12 +232,13 @@ class difference:
 
 
 def time_table(timing: Timing, texts: int, to: str | None = None) -> Table:
-    """A row for each step of a timing: its median, its spread, texts a second, and the median ratio to the step `to`."""
+    """A row for each step of a timing: median, spread, texts a second, and the median of its ratios to the step `to`."""
     rows = []
     for name in timing.rounds:
         middle, spread = timing.median(name), (f"{1000 * seconds:.0f}" for seconds in timing.spread(name))
         row = {"": name, "median ms": f"{1000 * middle:.0f}", "fastest to slowest": " to ".join(spread)}
-        rows.append(row | {"texts/s": f"{texts / middle:.0f}"} | ({"× (median)": f"{timing.ratio(name, to):.2f}"} if to else {}))
+        ratio = {"× (median)": f"{timing.ratio(name, to):.2f}"} if to else {}
+        rows.append(row | {"texts/s": f"{texts / middle:.0f}"} | ratio)
     return Table(rows)
 
 
