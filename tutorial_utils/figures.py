@@ -232,7 +232,7 @@ class difference:
 
 
 def time_table(timing: Timing, texts: int, to: str | None = None) -> Table:
-    """A row for each step of a timing: median, spread, texts a second, and the median of its ratios to the step `to`."""
+    """A row for each step of a timing: median, spread, texts a second, the median of its ratios to the step `to`."""
     rows = []
     for name in timing.rounds:
         middle, spread = timing.median(name), (f"{1000 * seconds:.0f}" for seconds in timing.spread(name))
