@@ -35,8 +35,8 @@ VIRTUAL = "no times on a virtual GPU"
 SMALLER = {"tiny": "cuda-tiny", "bert-base-uncased": "cuda-base"}  # classes of GPUs that train less than BERT-large
 UNJUDGED = (BUSY, UNRECORDED, VIRTUAL)
 EVIDENCE = ("recorded", "predicted", "measured")
-# What a claim on a ratio says, and is judged by: what is saved, what comes on top, of a cost or of a speed, or the
-# figure itself.
+# What a claim on a ratio says, and is judged by: what is saved; what comes on top of a cost (overhead) or of a speed
+# (gain); or the figure itself.
 JUDGED = {
     "saving": lambda ratio: 1 - ratio,
     "overhead": lambda ratio: ratio - 1,

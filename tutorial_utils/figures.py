@@ -63,7 +63,7 @@ def memory_table(reports: dict[str, Memory]) -> Table:
 
 
 def memory_bars(reports: dict[str, Memory], card: int | None = None, card_name="card", outside=False, show=None):
-    """A bar for each report, by role, and a line where a card ends, in bytes.
+    """A bar for each report, by role, and a line at what a card gives a process, in bytes.
 
     outside: also what a prediction's card holds besides tensors. show: what takes the picture, in place of display.
     """

@@ -133,6 +133,20 @@ def test_columns_go_by_place_and_none_is_lost():
     assert list(TokenizedOnce(encode, [])) == []
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("return_offsets_mapping", r"bad operand type for abs\(\)"),
+        ("return_overflowing_tokens", "'int' object is not iterable"),
+    ],
+)
+def test_what_encode_may_not_return_ends_in_the_pages_errors(asked, said):
+    with pytest.raises(TypeError, match=said):
+        TokenizedOnce(lambda texts: data.tokenizer()(texts, truncation=True, **{asked: True}), ["one", "two words"])
+    page = "".join(source(cell) for cell in LESSON.cells if cell["cell_type"] == "markdown")
+    assert said.replace("\\", "") in page
+
+
 def test_labels_of_tokens_and_pairs_of_texts():
     rows = [("a question", "and its answer"), ("another", "one more answer, which is longer")]
     pairs = TokenizedOnce(lambda rows: data.tokenizer()(*map(list, zip(*rows, strict=True))), rows)

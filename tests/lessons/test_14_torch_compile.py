@@ -128,6 +128,23 @@ def test_a_deep_decoder_is_compiled_once(use_cache, graphs):
     assert (len(made), len(ran)) == (graphs, 2 * (12 if graphs == 1 else 8))
 
 
+def test_electras_layers_are_of_two_kinds():
+    """With dynamic=True, where a projection stands before the first layer, that layer has a graph of its own."""
+    from transformers import ElectraConfig, ElectraModel
+
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2, vocab_size=64)
+    graphs = []
+    for embedding_size in (16, 8):
+        model = ElectraModel(ElectraConfig(**sizes, embedding_size=embedding_size))
+        backend, made, _ = counting()
+        assert COPIED["compile_layers"](model, backend=backend, dynamic=True) == 4
+        made.clear()
+        model(input_ids=torch.arange(5, 45).view(4, 10)).last_hidden_state.sum().backward()
+        graphs.append(len(made))
+        torch._dynamo.reset()
+    assert graphs == [1, 2]
+
+
 @pytest.mark.parametrize(("limit", "whole"), [(8, False), (32, True)], ids=["by default", "as the page says"])
 def test_frozen_layers_of_three_kinds_pass_the_limit_of_graphs(limit, whole):
     """ModernBERT, its lower half frozen: trained and predicted, with padding and without."""

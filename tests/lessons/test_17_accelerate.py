@@ -52,6 +52,19 @@ def test_proof_can_fail(old, new):
     proof_fails(LESSON, old, new)
 
 
+def test_a_prepared_loader_is_a_batch_ahead():
+    """So a collator draws its random numbers in another order beside dropout, as the page says."""
+    order = []
+
+    def collate(rows):
+        order.append("batch")
+        return torch.utils.data.default_collate(rows)
+
+    for _ in Accelerator().prepare(DataLoader(Ratings(16), 8, collate_fn=collate)):
+        order.append("step")
+    assert order == ["batch", "batch", "step", "step"]
+
+
 def by_hand(model, optimizer, scheduler, loader, parts):
     batches = list(loader)
     for start in range(0, len(batches), parts):
