@@ -307,6 +307,15 @@ def test_a_script_is_short_and_clean(recipe, tmp_path):
     assert done.returncode == 0, done.stdout
 
 
+def test_a_script_is_short_for_every_model():
+    """Some architectures have lines of their own."""
+    for model in models.names():
+        for recipe in planner.recipes("fp16", models.head_share(model)):
+            option = planner.Option(recipe, 8, predict.Prediction(0, {}, [], [], card_bytes=2**30))
+            lines = code_lines(plan.script(option, **ASKED | {"model": model}))
+            assert lines <= 200, f"{model}, {recipe.name}: {lines} lines of code"
+
+
 def test_a_script_asks_its_device_for_the_half_precision():
     """So what follows holds for the recipes of an A100 too."""
     of_a_t4, of_an_a100 = ([*map(script, recipes.values())] for recipes in (ON_A_T4, ON_AN_A100))
