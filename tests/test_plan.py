@@ -43,10 +43,10 @@ def of(name: str, decoder: bool = False) -> planner.Recipe:
     return ON_A_T4[name, decoder]
 
 
-def script(recipe: planner.Recipe) -> str:
-    """With a micro-batch that leaves more than one a step."""
+def script(recipe: planner.Recipe, model: str = "") -> str:
+    """With a micro-batch that leaves more than one a step; of the tiny model, or another."""
     option = planner.Option(recipe, 8, predict.Prediction(0, {}, [], [], card_bytes=2**30))
-    return plan.script(option, **ASKED | {"model": "tiny-decoder" if recipe.decoder else "tiny"})
+    return plan.script(option, **ASKED | {"model": model or ("tiny-decoder" if recipe.decoder else "tiny")})
 
 
 def loaded(recipe: planner.Recipe, folder, **settings) -> dict:
@@ -297,11 +297,10 @@ def test_the_largest_micro_batch_is_asked_for(monkeypatch):
 
 
 @each_recipe
-def test_a_script_is_short_and_clean(recipe, tmp_path):
+def test_a_script_is_clean(recipe, tmp_path):
+    pytest.importorskip("ruff")  # a platform has none
     path = tmp_path / "train.py"
     path.write_text(script(recipe))
-    assert code_lines(path.read_text()) <= 200
-    pytest.importorskip("ruff")  # a platform has none
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=E,F", "--line-length=120", path]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
@@ -311,8 +310,7 @@ def test_a_script_is_short_for_every_model():
     """Some architectures have lines of their own."""
     for model in models.names():
         for recipe in planner.recipes("fp16", models.head_share(model)):
-            option = planner.Option(recipe, 8, predict.Prediction(0, {}, [], [], card_bytes=2**30))
-            lines = code_lines(plan.script(option, **ASKED | {"model": model}))
+            lines = code_lines(script(recipe, model))
             assert lines <= 200, f"{model}, {recipe.name}: {lines} lines of code"
 
 
