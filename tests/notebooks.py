@@ -157,6 +157,12 @@ def source(cell) -> str:
     return "".join(cell["source"])
 
 
+def definition(cell, name: str) -> str:
+    """The source of a function or a class of the cell."""
+    (found,) = (node for node in ast.parse(source(cell)).body if getattr(node, "name", None) == name)
+    return ast.get_source_segment(source(cell), found)
+
+
 def tags(cell) -> list[str]:
     return cell["metadata"].get("tags", [])
 

@@ -308,6 +308,19 @@ def test_a_claim_fails_with_a_falsified_figure(lesson, name, claim, monkeypatch)
 
 
 @pytest.mark.parametrize(("lesson", "name", "claim"), JUDGED, ids=[name for _, name, _ in JUDGED])
+def test_neither_half_nor_half_as_much_again_is_what_was_claimed(lesson, name, claim):
+    """Whatever the tolerance says. Of a claim that says no more than "more", the tolerance is what counts as more."""
+    of_a_share, claimed = claim["of"] != "value", bounds.JUDGED[claim["of"]](claim["claimed"])
+    if claim.get("above") or not claimed:
+        assert claim["tolerance"] <= (0.1 if of_a_share else 0.5), f"{name}: what is more than that is no small matter"
+        return
+    for times in (0.5, 1.5):
+        ratio = {"saving": 1 - times * claimed, "value": times * claimed}.get(claim["of"], 1 + times * claimed)
+        verdict = bounds._verdict(claim | {"by": ["predicted"]}, [("predicted", ratio)])
+        assert not verdict.startswith("holds"), f"{name}: {times} times what was claimed holds: a smaller tolerance"
+
+
+@pytest.mark.parametrize(("lesson", "name", "claim"), JUDGED, ids=[name for _, name, _ in JUDGED])
 def test_a_claim_says_what_judges_it(lesson, name, claim):
     assert claim.keys() <= KNOWN and claim["of"] in bounds.JUDGED and (claim["tolerance"] > 0 or "above" in claim)
     assert set(claim.get("by", ())) <= set(bounds.EVIDENCE) and claim.get("above", True) is True

@@ -10,7 +10,7 @@ import torch
 from stranger import Ratings, regressor
 from torch.utils.data import DataLoader
 
-from notebooks import answer_to_exercise, copied, lesson, names, proof_fails, run, source, tags
+from notebooks import answer_to_exercise, copied, definition, lesson, names, proof_fails, run, source, tags
 from tutorial_utils import models, predict
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -193,10 +193,9 @@ def test_the_state_is_restored_from_a_checkpoint():
                                             ("import os; os._exit(1)", "it crashed")])  # fmt: skip
 def test_a_step_that_fails_or_crashes_says_so(code, said):
     """With the imports that the page names, and the function alone."""
-    (cell,) = (source(cell) for cell in LESSON.code if cell["id"] == "try-it")
-    start = cell.index("def failure")
+    (cell,) = (cell for cell in LESSON.code if cell["id"] == "try-it")
     namespace = {"subprocess": subprocess, "sys": sys}
-    run(cell[start : cell.index("\n\n\n", start)], namespace)
+    run(definition(cell, "failure"), namespace)
     assert namespace["failure"](code) == said
 
 

@@ -4,7 +4,7 @@ import torch
 from stranger import Ratings
 from transformers import BatchEncoding
 
-from notebooks import copied, lesson, proof_fails, run, source
+from notebooks import copied, definition, lesson, proof_fails, run, source
 from tutorial_utils import bounds, measure, models
 
 LESSON = lesson("24")
@@ -142,12 +142,13 @@ def test_under_accelerate_half_precision_is_asked_for():
 def test_in_a_trainer_half_precision_is_asked_for(asked, tmp_path):
     """The Trainer leaves autocast to Accelerate, in every version."""
     from accelerate.state import AcceleratorState
-    from transformers import TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
-    cell = source(next(cell for cell in LESSON.code if "class ChunkedTrainer" in source(cell)))
-    namespace, kept = dict(COPIED), "with self.accelerator.autocast():"
-    assert kept in cell
-    run(cell.split("def with_trainer")[0].replace(kept, kept if asked else "if True:"), namespace)
+    (cell,) = (cell for cell in LESSON.code if cell["id"] == "trainer")
+    code, kept = definition(cell, "ChunkedTrainer"), "with self.accelerator.autocast():"
+    assert kept in code
+    namespace = {**COPIED, "Trainer": Trainer}
+    run(code.replace(kept, kept if asked else "if True:"), namespace)
     model, types = stranger(), []
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *call: types.append(call[-1].dtype))
     rows = [{name: tensor[0] for name, tensor in batch_of(1).items()}]
