@@ -141,6 +141,13 @@ def test_rows_of_a_batch(batch):
     assert COPIED["_rows"](batch) == 7
 
 
+@pytest.mark.parametrize("last", [torch.ones(2), {"weights": torch.ones(1)}], ids=["class weights", "one weight"])
+def test_tensors_of_different_lengths_are_an_error(last):
+    """None of them says how much the batch weighs: the gradient would be a little wrong, silently."""
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        COPIED["_rows"](({"ids": torch.zeros(7, 3)}, torch.zeros(7), last))
+
+
 @pytest.mark.parametrize(
     "batch", [(["one", "two"], ["three", "four"]), {"ids": [[1, 2], [3]]}, [], 7], ids=["texts", "lists", "none", "7"]
 )
